@@ -16,7 +16,7 @@ pub fn avoid_if_broken() {
     }
 }
 
-/// True if the processor announces tiles but does not report their size.
+/// True if the processor announces AMX's tiles but does not report their size.
 #[cfg(target_arch = "x86_64")]
 pub fn is_broken() -> bool {
     // SAFETY: every x86-64 processor has CPUID, and only leaves up to the last one are read.
@@ -37,13 +37,13 @@ pub fn is_intel() -> bool {
     [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes).concat() == *b"GenuineIntel"
 }
 
-/// Other architectures have no tiles.
+/// Returns false: other architectures have no tiles.
 #[cfg(not(target_arch = "x86_64"))]
 pub fn is_broken() -> bool {
     false
 }
 
-/// Intel's processors are x86.
+/// Returns false: Intel's processors are x86.
 #[cfg(not(target_arch = "x86_64"))]
 pub fn is_intel() -> bool {
     false

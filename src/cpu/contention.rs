@@ -4,8 +4,8 @@
 //! fast. But if another process runs on one of the cores, the thread there is late, and the spinning threads keep it
 //! from moving to one of their cores: speed falls to a third. libgomp spins for only a few microseconds while it has
 //! more threads than there are cores. So [`watch`] measures how long this process's threads wait for a core. While
-//! they wait much, it keeps a team of idle threads. The number of working threads stays the same, and so do the bits
-//! of their results.
+//! these waits are long, [`watch`] keeps a team of idle threads. The number of working threads stays the same, and so
+//! do the bits of their results.
 
 use super::parallel;
 use std::collections::HashMap;
@@ -16,7 +16,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 const WINDOW: Duration = Duration::from_millis(250);
-/// Cores are crowded if the threads together wait this many seconds per second for a core, and calm below [`CALM`].
+/// Cores are crowded if all threads together wait longer than this for a core, in seconds per second. They are calm
+/// below [`CALM`].
 const CROWDED: f64 = 0.1;
 const CALM: f64 = 0.02;
 /// The number of calm windows in a row that end a crowded period.
@@ -27,31 +28,33 @@ extern "C" {
     fn GOMP_parallel(work: extern "C" fn(*mut c_void), data: *mut c_void, threads: c_uint, flags: c_uint);
 }
 
-/// Starts a thread that watches until the returned value is dropped. Returns `None` with one thread, for which there
-/// is nothing to do, and if NORMFORMER_RS_WAITS=libgomp turns the watch off.
+/// Starts a thread that measures waits until the returned value is dropped. Returns `None` if torch uses one thread,
+/// which never waits for others, or if NORMFORMER_RS_WAITS=libgomp turns the watch off.
 pub fn watch() -> Option<ContentionWatch> {
     let threads = parallel::threads();
     let is_off = std::env::var("NORMFORMER_RS_WAITS").is_ok_and(|v| v == "libgomp");
     (threads > 1 && !is_off).then(|| ContentionWatch(Background::start(move |ended| observe(threads, ended))))
 }
 
+/// The handle of the measuring thread, which ends when this is dropped.
 pub struct ContentionWatch(#[allow(dead_code)] Background);
 
 /// Measures the threads' waits in each window, and keeps an idle team while cores are crowded, until `ended` is
 /// closed.
 fn observe(threads: usize, ended: Receiver<()>) {
-    let (mut judge, mut team, mut before) = (Judge::default(), None, waits());
+    let (mut judge, mut team, mut waits_before) = (Judge::default(), None, waits());
     loop {
         let start = Instant::now();
         if ended.recv_timeout(WINDOW) != Err(RecvTimeoutError::Timeout) {
             return;
         }
-        let now = waits();
-        let waited: u64 = now.iter().map(|(id, ns)| ns.saturating_sub(*before.get(id).unwrap_or(&0))).sum();
-        before = now;
-        match judge.is_crowded(waited as f64 / start.elapsed().as_nanos() as f64) {
-            true => drop(team.get_or_insert_with(|| idle_team(threads))),
-            false => team = None,
+        let waits_now = waits();
+        let waited: u64 = waits_now.iter().map(|(id, ns)| ns.saturating_sub(*waits_before.get(id).unwrap_or(&0))).sum();
+        waits_before = waits_now;
+        if judge.is_crowded(waited as f64 / start.elapsed().as_nanos() as f64) {
+            team.get_or_insert_with(|| idle_team(threads));
+        } else {
+            team = None;
         }
     }
 }
@@ -67,7 +70,7 @@ fn waits() -> HashMap<String, u64> {
     tasks.filter_map(read).collect()
 }
 
-/// The state of the cores: crowded from a window above [`CROWDED`] on, until [`CALM_WINDOWS`] in a row are calm.
+/// The state of the cores: a window above [`CROWDED`] makes them crowded, [`CALM_WINDOWS`] calm ones in a row end this.
 #[derive(Default)]
 struct Judge {
     crowded: bool,
@@ -75,7 +78,7 @@ struct Judge {
 }
 
 impl Judge {
-    /// Returns whether cores are crowded after a window in which threads waited the share `share`.
+    /// Returns whether cores are crowded after a window in which threads waited `share` seconds per second.
     fn is_crowded(&mut self, share: f64) -> bool {
         self.calm = if share < CALM { self.calm + 1 } else { 0 };
         self.crowded = share > CROWDED || self.crowded && self.calm < CALM_WINDOWS;
@@ -83,8 +86,8 @@ impl Judge {
     }
 }
 
-/// Starts threads that only sleep, but that libgomp counts: with the `threads` that work, there are more than there
-/// are cores. They end when the returned value is dropped.
+/// Starts threads that only sleep. libgomp counts them beside the `threads` that work, so its count exceeds the number
+/// of cores. They end when the returned value is dropped.
 fn idle_team(threads: usize) -> Background {
     extern "C" fn nothing(_: *mut c_void) {}
     let size = (cores() + 2).saturating_sub(threads).max(2);

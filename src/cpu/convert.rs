@@ -3,7 +3,7 @@
 //! This is for kernels that loop over lanes of whole rows: a 16-bit row is widened once, into a buffer in the
 //! first-level cache, and narrowed once at the end, with packs (`cpu/pack.rs`). Converting in every pass with
 //! [`Element`]'s integer code would take more time. Kernels that compute on packs convert in registers instead.
-//! All paths give the same bits.
+//! All these conversions give the same bits.
 
 use crate::cpu::memory::Aligned;
 use crate::cpu::pack::{Of, Pack, Store, PAIR_LANES};

@@ -29,6 +29,7 @@ pub trait Accumulator:
     fn abs(self) -> Self;
     fn exp(self) -> Self;
     fn ln(self) -> Self;
+    /// Returns the larger number, or `other` if either is NaN.
     fn max(self, other: Self) -> Self;
     /// Returns self·a + b, rounded once. If the processor lacks the instruction, this is a function of libm, forty
     /// times slower.
@@ -86,7 +87,9 @@ accumulator!(f64, S => Portable<f64>);
 /// A storage type of tensors.
 pub trait Element: Copy + Send + Sync + Default + 'static {
     type Acc: Accumulator;
+    /// Widens a number to the computing type.
     fn load(self) -> Self::Acc;
+    /// Rounds a number to the storage type, to nearest even.
     fn store(value: Self::Acc) -> Self;
 }
 

@@ -30,8 +30,8 @@ pub fn reserved<T>(len: usize) -> Vec<T> {
     values
 }
 
-/// Errors if the system cannot provide this many bytes. Callers ask before work that needs them in many small pieces.
-/// `what` is the beginning of the message, which tells what to make smaller.
+/// Errors if the system cannot provide this many bytes. Callers check this before work that allocates them in many
+/// small pieces. `what` returns the beginning of the error message, which names the quantity to reduce.
 pub fn room(bytes: u128, what: impl FnOnce() -> String) -> Result<()> {
     let fits = usize::try_from(bytes).is_ok_and(|bytes| Vec::<u8>::new().try_reserve_exact(bytes).is_ok());
     match fits {
@@ -56,7 +56,7 @@ impl<A: Accumulator> Aligned<A> {
         Self::filled_up(&[], len, A::ZERO)
     }
 
-    /// Returns a buffer of `len` numbers: `values`, filled up with copies of `value`.
+    /// Returns a buffer of `len` numbers: `values`, then copies of `value`.
     pub fn filled_up(values: &[A], len: usize, value: A) -> Self {
         let most = LINE / size_of::<A>();
         let mut all: Vec<A> = reserved(len.saturating_add(most));

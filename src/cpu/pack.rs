@@ -1,13 +1,12 @@
 //! Packs of sixteen numbers, on which row kernels compute, in the registers of each instruction set.
 //!
-//! LLVM compiles loops over lanes well if each value is used once. But a kernel must say so explicitly if it holds
-//! running sums of several rows in registers, converts 16-bit numbers on load and store, or bypasses the caches. Such
-//! a kernel is written once over [`Pack`], and [`multiversion!`](crate::multiversion) passes it the instruction set
-//! as an [`Isa`].
+//! LLVM compiles loops over lanes well if each value is used once. It does not by itself keep running sums of several
+//! rows in registers, convert 16-bit numbers on load and store, or bypass the caches. A kernel that needs this is
+//! written once over [`Pack`], and [`multiversion!`](crate::multiversion) passes it the instruction set as an [`Isa`].
 //!
-//! Every implementation adds lanes in the same order, so in f32 AVX2, AVX-512 and aarch64's NEON give the same bits. On x86 the
-//! portable one rounds twice in [`mul_add`](Pack::mul_add), so its last bits differ: on a processor without the fused
-//! instruction, libm's function would be forty times slower.
+//! Every implementation adds lanes in the same order, so in f32 AVX2, AVX-512 and aarch64's NEON give the same bits. On
+//! x86 the last bits of the portable implementation differ, because its [`mul_add`](Pack::mul_add) rounds twice: on a
+//! processor without the fused instruction, libm's function would be forty times slower.
 
 use crate::cpu::simd::has_avx512_bf16;
 use crate::cpu::{pages, Accumulator, Element};
@@ -36,10 +35,10 @@ pub type Of<A, S> = <A as Accumulator>::Pack<S>;
 /// The way in which results are written to memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Store {
-    /// True if results bypass the caches, because they are too large to be found there again. Then lines need not be
-    /// read before they are written, and nothing else is evicted. Blocks that do not start on a cache line, such as
-    /// those of spare rows, still use the caches. So do results on fresh pages, which the system has just cleared in
-    /// the caches.
+    /// True if results bypass the caches, because they are too large to stay in them until they are read. Then lines
+    /// need not be read before they are written, and nothing else is evicted. Blocks that do not start on a cache line,
+    /// such as those of spare rows, still use the caches. So do results on fresh pages: the system has just cleared
+    /// these pages, so they are in the caches.
     streamed: bool,
     /// True if the processor has an instruction that rounds to bf16.
     bf16: bool,
@@ -88,8 +87,8 @@ impl Store {
     }
 }
 
-/// A thread's part of the results bypasses the caches from this size in bytes on. Between its forward and its
-/// backward pass, a norm holds four tensors of this size, and a processor has two to four megabytes of last-level
+/// A thread's part of the results bypasses the caches if it has at least this many bytes. Between its forward and its
+/// backward pass, a norm needs four tensors of this size, and a processor has two to four megabytes of last-level
 /// cache per core.
 const LARGE: usize = 4 << 20;
 
@@ -117,6 +116,7 @@ pub trait Pack<A: Accumulator>: Copy {
     /// Keeps the lanes whose random `bits` are at least `threshold` and zeroes the others, as dropout does.
     fn keep(self, bits: &[u16; WIDTH], threshold: u16) -> Self;
 
+    /// Loads the two packs of a block.
     #[inline(always)]
     fn pair<E: Element<Acc = A>>(from: &[E; PAIR_LANES]) -> [Self; 2] {
         let halves = from.as_chunks::<WIDTH>().0;

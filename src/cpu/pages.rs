@@ -1,9 +1,9 @@
 //! Memory pages: how the process gets them from the system, and when it returns them.
 //!
 //! A tensor that has just been allocated may have no pages yet: the first write to each page interrupts the program,
-//! and the system clears the page. With small pages, a norm of 64 MB spends nine tenths of its time on that. With
-//! large pages this takes a fourth of the time; memory that the process keeps takes none. NORMFORMER_RS_ALLOCATOR
-//! chooses which of these may be used; with `system` the process uses neither.
+//! and the system clears the page. With small pages, a norm of 64 MB spends nine tenths of its time on clearing. Large
+//! pages are cleared in a fourth of that time, and memory that the process keeps is not cleared again.
+//! NORMFORMER_RS_ALLOCATOR selects which of the two may be used; with `system` the process uses neither.
 
 use std::sync::OnceLock;
 
@@ -17,10 +17,10 @@ pub fn keep_memory() {
     #[cfg(target_env = "gnu")]
     // SAFETY: mallopt takes two integers and may be called at any time.
     unsafe {
-        match wanted().as_str() {
+        match setting().as_str() {
             "system" => {}
             "return" => {
-                // glibc raises this threshold by itself, unless it has been set.
+                // Larger blocks are returned when freed. glibc raises this threshold by itself unless it is set.
                 libc::mallopt(libc::M_MMAP_THRESHOLD, 128 << 10);
             }
             _ => {
@@ -41,18 +41,17 @@ pub fn give_back_memory() {
     }
 }
 
-/// Asks the system to use large pages for `result`, if it has no pages yet and is large enough. The caller is about
-/// to write all of it: clearing a large page takes a fourth of the time of clearing as many bytes in small pages. The
-/// system may decline.
+/// Asks the system to use large pages for `result`, if it has no pages yet and is large enough. The caller is about to
+/// write all of `result`; large pages are cleared four times as fast as small ones. The system may decline.
 pub fn ask_for_large(result: *const [u8]) {
-    static MAY: OnceLock<bool> = OnceLock::new();
+    static IS_ALLOWED: OnceLock<bool> = OnceLock::new();
     // A shorter result would have at most half of its bytes in whole large pages.
-    if result.len() < 2 * LARGE || !are_fresh(result) || !*MAY.get_or_init(|| wanted() != "system") {
+    if result.len() < 2 * LARGE || !are_fresh(result) || !*IS_ALLOWED.get_or_init(|| setting() != "system") {
         return;
     }
     #[cfg(target_os = "linux")]
     {
-        let page = small();
+        let page = page_size();
         let start = result.cast::<u8>().addr();
         let (from, to) = (start.next_multiple_of(page), (start + result.len()) / page * page);
         // SAFETY: the range consists of whole pages inside `result`; the advice changes neither bytes nor access
@@ -65,25 +64,26 @@ pub fn ask_for_large(result: *const [u8]) {
 pub fn are_fresh<T>(result: *const [T]) -> bool {
     #[cfg(target_os = "linux")]
     {
-        let page = small();
+        let page = page_size();
         let middle = result.cast::<T>().addr() + result.len() * size_of::<T>() / 2;
         let mut is_there = 1u8;
-        // SAFETY: one byte holds the answer. The call only asks about the page, and fails for one that is not ours.
-        let said = unsafe { libc::mincore((middle / page * page) as *mut libc::c_void, 1, &raw mut is_there) };
-        said == 0 && is_there & 1 == 0
+        // SAFETY: the call writes one byte, `is_there`. It does not access the page, and fails for one that the process
+        // has not mapped.
+        let status = unsafe { libc::mincore((middle / page * page) as *mut libc::c_void, 1, &raw mut is_there) };
+        status == 0 && is_there & 1 == 0
     }
     #[cfg(not(target_os = "linux"))]
     false
 }
 
 /// Returns the value of NORMFORMER_RS_ALLOCATOR.
-fn wanted() -> String {
+fn setting() -> String {
     std::env::var("NORMFORMER_RS_ALLOCATOR").unwrap_or_default()
 }
 
 /// Returns the size of a page in bytes.
 #[cfg(target_os = "linux")]
-fn small() -> usize {
+fn page_size() -> usize {
     // SAFETY: it may be called at any time.
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
 }

@@ -16,8 +16,8 @@ pub fn threads() -> usize {
     tch::get_num_threads() as usize
 }
 
-/// Calls `work` on disjoint ranges that together cover 0..n. Several threads do so if n exceeds `grain`. If a call
-/// panics, the panic continues in the caller after all calls have ended.
+/// Calls `work` on disjoint ranges that together cover 0..n, on several threads if n exceeds `grain`. If a call panics,
+/// the panic continues in the caller after all calls have ended.
 pub fn for_each<F: Fn(Range<usize>) + Sync>(n: usize, grain: usize, work: F) {
     struct Task<F> {
         work: F,
@@ -66,19 +66,19 @@ pub fn grain(cols: usize) -> usize {
     (16 * 1024 / cols.max(1)).max(1)
 }
 
-/// Calls `work` like [`for_each`] with ranges of rows, and with the ranges of the numbers in them, `cols` per row.
+/// Calls `work` as [`for_each`] does, with a range of rows and the index range of their numbers, `cols` per row.
 pub fn over_rows(rows: usize, cols: usize, work: impl Fn(Range<usize>, Range<usize>) + Sync) {
     for_each(rows, grain(cols), |r| work(r.clone(), numbers(&r, cols)));
 }
 
-/// Returns the range of the numbers in these rows, with `cols` numbers per row.
+/// Returns the index range of the numbers in these rows, with `cols` numbers per row.
 pub fn numbers(rows: &Range<usize>, cols: usize) -> Range<usize> {
     rows.start * cols..rows.end * cols
 }
 
-/// Calls `work` on ranges of rows and of their numbers, one range per thread. Each call adds to sums of its own, which
-/// start at zero and have the lengths of `sums`. Then `sums` receives their total, added in the order of the ranges, so
-/// that the result depends only on the number of threads.
+/// Calls `work` with a range of rows and the index range of their numbers, once per thread. Each call adds to sums of
+/// its own, which start at zero and have the lengths of `sums`. Then `sums` receives the totals. They are added in the
+/// order of the ranges, so the result depends only on the number of threads.
 pub fn sum_over_rows<A, F, const N: usize>(rows: usize, cols: usize, sums: [&mut [A]; N], work: F)
 where
     A: Copy + Default + std::ops::AddAssign + Send + Sync,
@@ -98,8 +98,8 @@ where
                 rest = tail;
                 head
             });
-            let mine = rows * part / parts..rows * (part + 1) / parts;
-            work(mine.clone(), numbers(&mine, cols), own);
+            let part_rows = rows * part / parts..rows * (part + 1) / parts;
+            work(part_rows.clone(), numbers(&part_rows, cols), own);
         }
     });
     let mut start = 0;
@@ -129,7 +129,7 @@ mod tests {
     fn what_is_no_send_is_not_shared() {
         fn is_shared<T: Send + Sync>() {}
         is_shared::<Shared<f32>>();
-        // If it were Send, the call would be ambiguous and would not compile.
+        // If `Shared<Rc<()>>` were Send, this call would be ambiguous and would not compile.
         <Shared<Rc<()>> as Either<_>>::either();
     }
 }

@@ -16,7 +16,7 @@ pub const BLOCK: usize = 8;
 /// The number of blocks computed side by side: one AVX-512 register of 32-bit words.
 const LANES: usize = 16;
 
-/// The seed and counters of one stream of random numbers; only the element's place is missing.
+/// The seed and counters of one stream of random numbers; an element's row and column complete the counter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stream {
     pub seed: u64,
@@ -47,6 +47,7 @@ impl Dropout {
 /// multiplies 32 by 32 bits without moving data between rounds, twice as fast as in the form of sixteen u32.
 type Words = [u64; LANES];
 
+/// Computes one round for sixteen counters.
 #[inline(always)]
 fn round(c: &mut [Words; 4], key: [u32; 2]) {
     const M0: u64 = 0xD251_1F53;
@@ -61,7 +62,7 @@ fn round(c: &mut [Words; 4], key: [u32; 2]) {
     }
 }
 
-/// Computes the ten rounds for sixteen counters at the same time.
+/// Computes the ten rounds for sixteen counters at the same time. `c[i][l]` is word i of counter l.
 #[inline(always)]
 fn philox(mut c: [Words; 4], seed: u64) -> [Words; 4] {
     let mut key = [seed as u32, (seed >> 32) as u32];
@@ -86,19 +87,20 @@ pub fn fill(stream: &Stream, first_row: usize, rows: usize, cols: usize, out: &m
     let per_row = padded(cols) / BLOCK;
     let high = [stream.site as u32 | (stream.micro_batch as u32) << 16, stream.update];
     let (mut row, mut block) = (first_row as u32, 0u32);
-    let mut left = rows * per_row;
+    let mut blocks_left = rows * per_row;
     for group in out.chunks_exact_mut(LANES * BLOCK) {
-        if left == 0 {
+        if blocks_left == 0 {
             break;
         }
-        let mut c = [[0; LANES], [0; LANES], [high[0] as u64; LANES], [high[1] as u64; LANES]];
+        let mut counters = [[0; LANES], [0; LANES], [high[0] as u64; LANES], [high[1] as u64; LANES]];
         if block as usize == per_row {
             (row, block) = (row + 1, 0);
         }
         if block as usize + LANES <= per_row {
+            // All sixteen blocks are in one row.
             for l in 0..LANES {
-                c[0][l] = block as u64 + l as u64;
-                c[1][l] = row as u64;
+                counters[0][l] = block as u64 + l as u64;
+                counters[1][l] = row as u64;
             }
             block += LANES as u32;
         } else {
@@ -106,20 +108,20 @@ pub fn fill(stream: &Stream, first_row: usize, rows: usize, cols: usize, out: &m
                 if block as usize == per_row {
                     (row, block) = (row + 1, 0);
                 }
-                (c[0][l], c[1][l]) = (block as u64, row as u64);
+                (counters[0][l], counters[1][l]) = (block as u64, row as u64);
                 block += 1;
             }
         }
-        let w = philox(c, stream.seed);
+        let words = philox(counters, stream.seed);
         let mut pairs = [0u64; LANES * BLOCK / 4];
         for l in 0..LANES {
-            pairs[2 * l] = w[0][l] & 0xffff_ffff | w[1][l] << 32;
-            pairs[2 * l + 1] = w[2][l] & 0xffff_ffff | w[3][l] << 32;
+            pairs[2 * l] = words[0][l] & 0xffff_ffff | words[1][l] << 32;
+            pairs[2 * l + 1] = words[2][l] & 0xffff_ffff | words[3][l] << 32;
         }
         // SAFETY: any 64 bits are four valid u16. Writing these one by one would cost as much as five of the rounds.
         let halves: [u16; LANES * BLOCK] = unsafe { std::mem::transmute(pairs) };
         group.copy_from_slice(&halves);
-        left = left.saturating_sub(LANES);
+        blocks_left = blocks_left.saturating_sub(LANES);
     }
 }
 

@@ -67,7 +67,7 @@ fn choose() -> Level {
     force(wanted)
 }
 
-/// Forces a level (`None` for the best), but none above the processor's best; returns the level that now holds.
+/// Forces a level (`None` for the best), limited to the processor's best; returns the level in effect.
 pub fn force(wanted: Option<Level>) -> Level {
     let level = wanted.map_or(supported(), |w| w.min(supported()));
     CHOSEN.store(level as u8, Ordering::Relaxed);

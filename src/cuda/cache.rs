@@ -27,7 +27,7 @@ pub fn compiled(program: &Program, options: &str, architecture: i32) -> Result<(
     let (major, minor) = compiler.version();
     let source = program.files.concat();
     let key = format!("normformer_rs NVRTC {major}.{minor} sm_{architecture} {options}\n{source}");
-    let folder = place().and_then(|f| trusted(make(&f)).map(|()| f));
+    let folder = configured_folder().and_then(|f| trusted(make(&f)).map(|()| f));
     let path = folder.map(|f| f.join(format!("{:032x}.cubin", fingerprint(key.as_bytes()))));
     if let Some(binary) = path.as_deref().and_then(|p| read(p, &key)) {
         return Ok((binary, path));
@@ -42,26 +42,26 @@ pub fn compiled(program: &Program, options: &str, architecture: i32) -> Result<(
 
 /// Returns the cache folder, if there is one and it is trusted.
 pub fn folder() -> Option<PathBuf> {
-    place().filter(|folder| trusted(atomic::check_own_directory(folder)).is_some())
+    configured_folder().filter(|folder| trusted(atomic::check_own_directory(folder)).is_some())
 }
 
-/// Returns the result if it exists and is trusted. If it is not trusted, writes a warning with the reason to standard
-/// error, once for each reason.
+/// Returns the result of a check of a folder or file, or `None` if the check failed. If the file exists but is not
+/// trusted, writes a warning with the reason to standard error, once for each reason.
 pub fn trusted<T>(found: Result<T>) -> Option<T> {
-    static SAID: Mutex<Option<HashSet<String>>> = Mutex::new(None);
+    static WARNED: Mutex<Option<HashSet<String>>> = Mutex::new(None);
     match found {
         Ok(found) => Some(found),
         // If nothing exists there, or it cannot be read, no warning is needed.
         Err(Error::Io { .. }) => None,
         Err(why) => {
             let why = why.to_string();
-            let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
-            if said.get_or_insert_default().insert(why.clone()) {
+            let mut warned = WARNED.lock().unwrap_or_else(PoisonError::into_inner);
+            if warned.get_or_insert_default().insert(why.clone()) {
                 // The warning is best effort: standard error may be closed.
                 let _ = writeln!(
                     std::io::stderr(),
-                    "warning: normformer_rs does not trust what is kept of CUDA kernels: {why} \
-                     (NORMFORMER_RS_CACHE=FOLDER names another place)"
+                    "warning: normformer_rs does not trust its cache of CUDA kernels: {why} \
+                     (NORMFORMER_RS_CACHE=FOLDER selects another folder)"
                 );
             }
             None
@@ -71,7 +71,7 @@ pub fn trusted<T>(found: Result<T>) -> Option<T> {
 
 /// Returns NORMFORMER_RS_CACHE or, if that is not set, normformer_rs in the user's cache folder; `None` without a
 /// home folder.
-fn place() -> Option<PathBuf> {
+fn configured_folder() -> Option<PathBuf> {
     let set = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
     let user = || set("XDG_CACHE_HOME").or_else(|| set("HOME").map(|home| home.join(".cache")));
     set("NORMFORMER_RS_CACHE").or_else(|| user().map(|folder| folder.join("normformer_rs")))
@@ -79,7 +79,7 @@ fn place() -> Option<PathBuf> {
 
 /// Creates the folder, with access only for its user. Errors like [`atomic::check_own_directory`].
 fn make(folder: &Path) -> Result<()> {
-    // If the folder cannot be created, the check below says what is there.
+    // If the folder cannot be created, the check below returns the error.
     let _ = DirBuilder::new().recursive(true).mode(0o700).create(folder);
     atomic::check_own_directory(folder)
 }
@@ -105,8 +105,8 @@ fn read(path: &Path, key: &str) -> Option<Vec<u8>> {
     (file[..start] == header(key, binary)).then(|| binary.to_vec())
 }
 
-/// Writes a temporary file and renames it, so that readers see a whole file or none. Of several writers, the last one
-/// wins.
+/// Writes a temporary file and renames it, so that readers see a whole file or none. If several processes write it, the
+/// last one wins.
 fn write(path: &Path, key: &str, binary: &[u8]) -> Result<()> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let unique = format!("{}-{}.tmp", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));

@@ -71,6 +71,7 @@ unsafe impl Send for Function {}
 unsafe impl Sync for Function {}
 
 impl Driver {
+    /// Loads libcuda and initialises the driver.
     pub fn bind() -> Result<Self> {
         let name = "libcuda.so.1";
         let file = chosen_folder().map(|f| f.join(name)).filter(|f| f.exists()).unwrap_or_else(|| name.into());
@@ -82,6 +83,7 @@ impl Driver {
         Ok(driver)
     }
 
+    /// Returns a device's properties, which are queried once.
     pub fn device(&self, device: Device) -> Result<Properties> {
         if let Some(found) = self.devices.read().unwrap_or_else(PoisonError::into_inner).get(&device) {
             return Ok(*found);
@@ -120,12 +122,12 @@ impl Driver {
         Ok(format!("{name}, driver {}.{}", version / 1000, version % 1000 / 10))
     }
 
-    /// Loads a binary, which is never unloaded, and returns its kernel `kernel`.
+    /// Loads a binary, which is never unloaded, and returns the kernel named `kernel`.
     pub fn load(&self, device: Device, binary: &[u8], kernel: &CStr) -> Result<Function> {
         let _current = self.enter(device)?;
         let (mut module, mut function) = (std::ptr::null_mut(), std::ptr::null_mut());
         // A kernel may be used for the first time while a CUDA graph is captured. Loading is then allowed only in
-        // relaxed mode. A driver that loads lazily does so when the kernel is looked up.
+        // relaxed mode. Looking up the kernel needs this mode too, because a driver may load it only then.
         let mut mode = CAPTURE_MODE_RELAXED;
         // SAFETY: the binary is complete and comes from the compiler; the driver writes only to variables of this
         // function.
@@ -149,14 +151,14 @@ impl Driver {
         let _current = self.enter(device)?;
         let mut each = 0;
         // SAFETY: the kernel is loaded, and the driver writes only to a variable of this function.
-        let asked = unsafe {
+        let status = unsafe {
             (self.api.cuOccupancyMaxActiveBlocksPerMultiprocessor)(&mut each, function.0, threads as c_int, 0)
         };
-        self.check(asked, "cuOccupancyMaxActiveBlocksPerMultiprocessor")?;
+        self.check(status, "cuOccupancyMaxActiveBlocksPerMultiprocessor")?;
         Ok(each.max(1) as u32 * multiprocessors)
     }
 
-    /// True if a CUDA graph captures the work launched on this stream, instead of the device running it.
+    /// True if work launched on this stream is captured for a CUDA graph instead of running on the device.
     pub fn is_capturing(&self, device: Device, stream: *mut c_void) -> Result<bool> {
         let (_current, mut state) = (self.enter(device)?, 0);
         // SAFETY: the stream is torch's or the default one, and the driver writes only to a variable of this
@@ -179,14 +181,15 @@ impl Driver {
         let _current = self.enter(device)?;
         let mut pointers = [arguments.cast_mut()];
         // SAFETY: guaranteed by the caller.
-        let launched = unsafe {
+        let status = unsafe {
             let (blocks, threads) = (grid.blocks, grid.threads);
             let (pointers, extra) = (pointers.as_mut_ptr(), std::ptr::null_mut());
             (self.api.cuLaunchKernel)(function.0, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, extra)
         };
-        self.check(launched, "cuLaunchKernel")
+        self.check(status, "cuLaunchKernel")
     }
 
+    /// Makes the device's context the current one, until the returned guard is dropped.
     fn enter(&self, device: Device) -> Result<Current<'_>> {
         let context = self.device(device)?.context;
         // SAFETY: the primary context is retained, so it is still alive.
@@ -194,6 +197,7 @@ impl Driver {
         Ok(Current(self))
     }
 
+    /// Turns a status of the driver into an error, if it is one; `act` names the function that returned it.
     fn check(&self, code: c_int, act: &str) -> Result<()> {
         if code == 0 {
             return Ok(());
@@ -223,25 +227,25 @@ impl Drop for Current<'_> {
     }
 }
 
-/// Returns torch's current stream on a device; asks the libtorch_cuda that this process has loaded.
+/// Returns torch's current stream on a device, from the libtorch_cuda that this process has loaded.
 pub fn torch_stream(device: Device) -> Result<*mut c_void> {
-    type Ask = unsafe extern "C" fn(i32, *mut *mut c_void) -> i32;
+    type GetStream = unsafe extern "C" fn(i32, *mut *mut c_void) -> i32;
     const NAME: &str = "aoti_torch_get_current_cuda_stream";
-    static ASK: OnceLock<std::result::Result<Ask, String>> = OnceLock::new();
-    let ask = ASK.get_or_init(|| {
+    static GET_STREAM: OnceLock<std::result::Result<GetStream, String>> = OnceLock::new();
+    let get_stream = GET_STREAM.get_or_init(|| {
         // SAFETY: the library is already loaded, so opening it runs no code; the function is in torch's stable C
         // interface and has this type.
         unsafe {
             let library = Library::open(Some("libtorch_cuda.so"), RTLD_NOW | libc::RTLD_NOLOAD)
                 .map_err(|e| format!("torch has not loaded libtorch_cuda.so: {e}"))?;
-            let ask = symbol::<Ask>(&library, NAME).map_err(|e| e.to_string())?;
+            let function = symbol::<GetStream>(&library, NAME).map_err(|e| e.to_string())?;
             std::mem::forget(library);
-            Ok(ask)
+            Ok(function)
         }
     });
     let mut stream = std::ptr::null_mut();
     // SAFETY: torch writes only to a variable of this function.
-    match unsafe { ask.as_ref().map_err(|e| Error::Torch(e.clone()))?(device, &mut stream) } {
+    match unsafe { get_stream.as_ref().map_err(|e| Error::Torch(e.clone()))?(device, &mut stream) } {
         0 => Ok(stream),
         code => Err(Error::Torch(format!("{NAME} failed for CUDA device {device} ({code})"))),
     }

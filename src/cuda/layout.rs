@@ -3,8 +3,8 @@
 use super::Grid;
 
 /// The shape of a block: `rows` rows of `lanes` threads. Each thread processes chunks of `vec` columns, and keeps up
-/// to `held` of them in registers. `held` = 0 means that there are too many chunks, so none is kept. `full` is true
-/// if every thread has exactly `held` chunks.
+/// to `held` chunks in registers. `held` = 0 means that there are too many chunks, so none is kept. `full` is true if
+/// every thread has exactly `held` chunks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Layout {
     pub vec: u32,
@@ -14,8 +14,8 @@ pub struct Layout {
     pub full: bool,
 }
 
-/// The maximum number of chunks that a thread keeps in registers: 32 numbers of 16 bits. It keeps as many sums for
-/// each gradient.
+/// The maximum number of chunks that a thread keeps in registers: 32 numbers of 16 bits. For each gradient, the thread
+/// keeps as many sums.
 const MOST_HELD: u32 = 4;
 
 impl Layout {
@@ -50,7 +50,7 @@ impl Layout {
         4 * multiprocessors
     }
 
-    /// Returns the compiler options by which the CUDA sources get the layout.
+    /// Returns the compiler options that pass the layout to the CUDA sources.
     pub fn options(&self) -> String {
         let Layout { vec, lanes, rows, held, full } = self;
         let full = u32::from(*full);

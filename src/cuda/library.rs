@@ -1,4 +1,4 @@
-//! Shared libraries that are bound at run time: finds them, and gives their functions types.
+//! Shared libraries that are bound at run time: finds and opens them, and declares the types of their functions.
 
 use crate::error::{Error, Result};
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
@@ -28,6 +28,8 @@ macro_rules! api {
 }
 pub(super) use api;
 
+/// Looks up a symbol of a library.
+///
 /// # Safety
 /// The library's symbol of this name is a `T`.
 pub unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T> {
@@ -36,7 +38,7 @@ pub unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T> {
     found.map(|s| *s).map_err(|e| Error::Torch(format!("the library lacks {name} ({}): it is too old", reason(&e))))
 }
 
-/// Returns the folder in which libraries are searched first, NORMFORMER_RS_CUDA_LIBRARIES.
+/// Returns the folder in which libraries are searched first, from NORMFORMER_RS_CUDA_LIBRARIES.
 pub fn chosen_folder() -> Option<PathBuf> {
     std::env::var_os("NORMFORMER_RS_CUDA_LIBRARIES").map(PathBuf::from)
 }
@@ -57,19 +59,19 @@ fn reason(e: &libloading::Error) -> String {
 /// Returns the path of a library that this process has loaded and whose file name begins with `prefix`.
 pub fn mapped(prefix: &str) -> Option<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
-    maps.lines().filter_map(|line| line.find('/').map(|i| PathBuf::from(&line[i..]))).find(|p| starts(p, prefix))
+    maps.lines().filter_map(|line| line.find('/').map(|i| PathBuf::from(&line[i..]))).find(|p| is_library(p, prefix))
 }
 
 /// Returns the files of a folder whose names begin with `prefix`, the newest version first.
 pub fn versions(folder: &Path, prefix: &str) -> Vec<PathBuf> {
     let files = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
-    let mut found: Vec<PathBuf> = files.filter(|p| starts(p, prefix)).collect();
+    let mut found: Vec<PathBuf> = files.filter(|p| is_library(p, prefix)).collect();
     found.sort();
     found.reverse();
     found
 }
 
-fn starts(path: &Path, prefix: &str) -> bool {
+fn is_library(path: &Path, prefix: &str) -> bool {
     // NVIDIA ships a second build of the compiler under `.alt.`.
     path.file_name().and_then(|f| f.to_str()).is_some_and(|f| f.starts_with(prefix) && !f.contains(".alt."))
 }

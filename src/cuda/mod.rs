@@ -33,11 +33,11 @@ pub struct Program {
     /// The file name that the compiler's messages show.
     pub name: &'static str,
     pub files: &'static [&'static str],
-    /// The structs that the kernels take, and the structs inside these.
+    /// The structs that the kernels take as arguments, and the structs inside these.
     pub structs: &'static [&'static StructLayout],
 }
 
-/// Types and conversions, with which every program begins.
+/// Types and conversions, the first file of every program.
 pub const PRELUDE: &str = include_str!("device/prelude.cuh");
 /// The functions that load and store a few columns at a time.
 pub const CHUNK: &str = include_str!("device/chunk.cuh");
@@ -67,7 +67,7 @@ pub static SUMS: Program = Program {
 };
 
 device_struct! {
-    /// The struct `Output` of sums.cu: where the columns from `first` on are written, and their dtype.
+    /// The struct `Output` of sums.cu: the tensor that receives the columns from `first` on, and its dtype.
     #[derive(Clone, Copy)]
     pub struct Output = "Output" {
         pub to: *mut u8,
@@ -100,11 +100,11 @@ pub struct Grid {
 /// The value of NORMFORMER_RS_CUDA.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum CudaMode {
-    /// Kernels run if they can, after their proofs.
+    /// Kernels run if they can, once their results have been compared with the formula's ([`verdict`]).
     Auto,
     /// Like `Auto`, but it is an error if kernels cannot run.
     Require,
-    /// Kernels run without proofs.
+    /// Kernels run without this comparison.
     Trust,
     /// Only composed formulas run.
     Off,
@@ -129,7 +129,7 @@ pub enum Readiness {
     Missing(String),
 }
 
-/// Returns whether kernels run on a device. The first call finds out: it binds the libraries, then compiles and loads
+/// Returns whether kernels run on a device. The first call checks this: it binds the libraries, then compiles and loads
 /// the smallest program. Errors if kernels are required but cannot run; the message gives the reason.
 pub fn readiness(device: Device) -> Result<Readiness> {
     static KNOWN: Mutex<Option<HashMap<Device, Readiness>>> = Mutex::new(None);
@@ -160,7 +160,7 @@ pub fn multiprocessors(device: Device) -> Result<u32> {
     Ok(driver()?.device(device)?.multiprocessors)
 }
 
-/// Returns how many of a kernel's blocks the device runs at once.
+/// Returns how many blocks of a kernel the device runs at once.
 pub fn blocks_at_once(
     device: Device,
     program: &'static Program,
@@ -171,11 +171,11 @@ pub fn blocks_at_once(
     driver()?.blocks_at_once(device, self::kernel(device, program, options, kernel)?.function, threads)
 }
 
-/// Launches a kernel on torch's current stream, if its [`verdict`] admits it.
+/// Launches a kernel on torch's current stream, if the [`verdict`] on its variant allows it.
 ///
 /// # Safety
 /// `A` has the same fields as the struct that the kernel takes. Its pointers belong to the device, point to as much
-/// memory as the kernel accesses for these `arguments`, and stay valid until the stream has passed the kernel.
+/// memory as the kernel accesses for these `arguments`, and stay valid until the kernel has finished.
 pub unsafe fn launch<A>(
     device: Device,
     program: &'static Program,
@@ -195,7 +195,7 @@ pub unsafe fn launch<A>(
     unsafe { driver()?.launch(device, kernel.function, grid, stream, std::ptr::from_ref(arguments).cast::<c_void>()) }
 }
 
-/// True if a CUDA graph captures torch's current stream.
+/// True if a CUDA graph is being captured on torch's current stream.
 pub fn is_capturing(device: Device) -> Result<bool> {
     driver()?.is_capturing(device, stream(device)?)
 }
@@ -209,6 +209,7 @@ fn stream(device: Device) -> Result<*mut c_void> {
     }
 }
 
+/// Returns the driver, which is bound at the first call.
 fn driver() -> Result<&'static Driver> {
     static DRIVER: OnceLock<std::result::Result<Driver, String>> = OnceLock::new();
     DRIVER.get_or_init(|| Driver::bind().map_err(|e| e.to_string())).as_ref().map_err(|e| Error::Torch(e.clone()))
@@ -227,15 +228,16 @@ fn kernel(device: Device, program: &'static Program, options: &str, kernel: &'st
     // the key.
     static LOADED: RwLock<Option<HashMap<ProgramKey, HashMap<String, &'static Kernel>>>> = RwLock::new(None);
     let key = (device, program.name, kernel);
-    let found = |all: &Option<HashMap<ProgramKey, HashMap<String, &'static Kernel>>>| {
+    let look_up = |all: &Option<HashMap<ProgramKey, HashMap<String, &'static Kernel>>>| {
         all.as_ref().and_then(|all| all.get(&key)).and_then(|kernels| kernels.get(options)).copied()
     };
-    if let Some(kernel) = found(&LOADED.read().unwrap_or_else(PoisonError::into_inner)) {
+    if let Some(kernel) = look_up(&LOADED.read().unwrap_or_else(PoisonError::into_inner)) {
         return Ok(kernel);
     }
     // The lock is held during compilation, so that other threads that want the same kernel wait for it.
     let mut loaded = LOADED.write().unwrap_or_else(PoisonError::into_inner);
-    if let Some(kernel) = found(&loaded) {
+    // Another thread may have loaded the kernel in the meantime.
+    if let Some(kernel) = look_up(&loaded) {
         return Ok(kernel);
     }
     let driver = driver()?;
@@ -245,9 +247,9 @@ fn kernel(device: Device, program: &'static Program, options: &str, kernel: &'st
     let function = driver.load(device, &binary, &name)?;
     let is_trusted = cuda_mode()? == CudaMode::Trust;
     let variant = verdict::Variant::new(driver.describe(device)?, [program.name, options, kernel], file, is_trusted);
-    let made = Box::leak(Box::new(Kernel { function, variant }));
-    loaded.get_or_insert_default().entry(key).or_default().insert(options.to_string(), made);
-    Ok(made)
+    let new_kernel = Box::leak(Box::new(Kernel { function, variant }));
+    loaded.get_or_insert_default().entry(key).or_default().insert(options.to_string(), new_kernel);
+    Ok(new_kernel)
 }
 
 static STAND_IN: AtomicBool = AtomicBool::new(false);

@@ -31,8 +31,8 @@ pub fn compiler() -> Result<&'static Nvrtc> {
     COMPILER.get_or_init(|| find().map_err(|e| e.to_string())).as_ref().map_err(|e| Error::Torch(e.clone()))
 }
 
-/// Returns the folders to search: only the chosen one, if it is set. Otherwise these are the folders of the CUDA
-/// libraries that torch has loaded, and those of torch's wheels.
+/// Returns the folders to search: only NORMFORMER_RS_CUDA_LIBRARIES, if it is set. Otherwise these are the folders of
+/// the CUDA libraries that torch has loaded, and those of torch's wheels.
 fn folders() -> Vec<PathBuf> {
     if let Some(folder) = chosen_folder() {
         return vec![folder];
@@ -49,6 +49,7 @@ fn folders() -> Vec<PathBuf> {
     found
 }
 
+/// Loads the first libnvrtc that can be opened: from [`folders`], then from the loader's search path.
 fn find() -> Result<Nvrtc> {
     let mut tried = Vec::new();
     for folder in folders() {
@@ -103,7 +104,7 @@ impl Nvrtc {
         let pointers: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
         let mut handle = std::ptr::null_mut();
         // SAFETY: the strings outlive the program, which is destroyed below.
-        let made = unsafe {
+        let status = unsafe {
             (self.nvrtcCreateProgram)(
                 &mut handle,
                 source.as_ptr(),
@@ -113,7 +114,7 @@ impl Nvrtc {
                 std::ptr::null(),
             )
         };
-        self.check(made, "nvrtcCreateProgram", "")?;
+        self.check(status, "nvrtcCreateProgram", "")?;
         // SAFETY: the program was created above, and the strings are still alive.
         let result = unsafe {
             let compiled = (self.nvrtcCompileProgram)(handle, pointers.len() as c_int, pointers.as_ptr());
@@ -127,8 +128,10 @@ impl Nvrtc {
         result
     }
 
+    /// Returns one of the compiler's outputs, the log or the binary.
+    ///
     /// # Safety
-    /// The program is live, and `get` writes as many bytes as `size` reports.
+    /// The program has not been destroyed, and `get` writes as many bytes as `size` reports.
     unsafe fn read(
         &self,
         program: CompiledProgram,
@@ -144,6 +147,7 @@ impl Nvrtc {
         Ok(bytes)
     }
 
+    /// Turns a status of the compiler into an error, if it is one; `act` names the operation that failed.
     fn check(&self, code: c_int, act: &str, log: &str) -> Result<()> {
         if code == 0 {
             return Ok(());

@@ -66,11 +66,14 @@ impl Variant {
         Variant { line, file, verdict: AtomicU8::new(verdict) }
     }
 
-    /// Allows a launch, or returns an error by which [`admitted`] learns of the refusal.
+    /// Allows a launch, or refuses it: records the reason for [`admitted`], and returns an error.
     pub fn admit(&'static self) -> Result<()> {
+        // A proof records the variants that it launches, and launches any.
         let is_proof = LAUNCHED.with_borrow_mut(|all| all.as_mut().map(|all| all.push(self)).is_some());
+        if is_proof {
+            return Ok(());
+        }
         let refusal = match self.verdict.load(Ordering::Acquire) {
-            _ if is_proof => return Ok(()),
             RIGHT => return Ok(()),
             UNKNOWN => Refusal::Unknown,
             _ => Refusal::Wrong,
@@ -89,7 +92,7 @@ impl Variant {
         let first = self.verdict.compare_exchange(UNKNOWN, state, Ordering::AcqRel, Ordering::Acquire);
         if let (Ok(_), Some(file), Some(word)) = (first, &self.file, word) {
             let line = format!("{}\t{word}\n", self.line);
-            // The write is best effort. It is a single call, so that lines from several processes do not mix.
+            // Ignore failures to write. One call writes the line, so that lines from several processes do not mix.
             let _ = appended(file).map(|mut f| f.write_all(line.as_bytes()));
         }
     }
@@ -137,7 +140,7 @@ pub fn judge(variants: &[&'static Variant], verdict: Verdict) {
     variants.iter().for_each(|variant| variant.judge(verdict));
 }
 
-/// Returns those of the variants that have no verdict.
+/// Returns the variants that have no verdict yet.
 pub fn unknown(variants: &[&'static Variant]) -> Vec<&'static Variant> {
     variants.iter().copied().filter(|v| v.verdict.load(Ordering::Acquire) == UNKNOWN).collect()
 }
@@ -148,7 +151,7 @@ fn appended(path: &Path) -> Result<File> {
     open().or_else(|_| atomic::remove_file(path).and_then(|()| open()))
 }
 
-/// Returns all verdicts that this machine keeps, one line each, including damaged lines.
+/// Returns all verdicts in the cache folder, one line each, including damaged lines.
 pub fn kept() -> Vec<String> {
     let files = cache::folder().and_then(|folder| std::fs::read_dir(folder).ok()).into_iter().flatten().flatten();
     let verdicts = files.map(|file| file.path()).filter(|path| path.extension().is_some_and(|e| e == "verdicts"));
@@ -161,13 +164,14 @@ pub fn kept() -> Vec<String> {
     lines
 }
 
-/// Returns a file's verdict on a variant, true for right. If the file has both, wrong counts.
+/// Returns a file's verdict on a variant, true for right. If the file has lines with both verdicts, wrong counts.
 fn read(file: &Path, line: &str) -> Option<bool> {
     let text = text(file)?;
     let verdicts = text.lines().filter_map(|found| found.strip_prefix(line)?.strip_prefix('\t'));
     verdicts.filter(|v| ["right", "wrong"].contains(v)).map(|v| v == "right").reduce(|a, b| a && b)
 }
 
+/// Returns a file's text, if the file exists and is trusted.
 fn text(file: &Path) -> Option<String> {
     let bytes = cache::trusted(atomic::read_own(file, cache::BYTES))??;
     Some(String::from_utf8_lossy(&bytes).into_owned())

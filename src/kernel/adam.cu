@@ -19,8 +19,8 @@ struct Roundings {
   DEV Roundings(const Adam&, i64) {}
   DEV void apply(Values&, int) const {}
 };
-// Each number is rounded with a random half word, found by its place in a row of ROW numbers. In each row the half
-// words for the first moment come first, then those for the second.
+// Rounds bf16 moments stochastically, each number with its own random half word. A row of random half words belongs to
+// ROW numbers: it has one per number for the first moment, then one per number for the second.
 template <>
 struct Roundings<bf16> {
   const Adam& a;

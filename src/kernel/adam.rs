@@ -7,8 +7,8 @@
 //! of §2 (fairseq's), whose ε is not bias-corrected; decoupled weight decay of Loshchilov & Hutter 2019. The same pass
 //! zeroes the gradients, into which backward passes accumulate; a separate pass would cost a sixth more traffic.
 //!
-//! Moments in bf16 are rounded stochastically, so that their expectation is exact: with rounding to nearest, v would
-//! never fall where 1 − β₂ is below 2⁻⁹.
+//! Moments in bf16 are rounded stochastically, so that their expectation is exact: with rounding to nearest, v could
+//! never decrease if 1 − β₂ is below 2⁻⁹.
 
 use crate::cpu::philox::{self, Stream};
 use crate::cpu::{Accumulator, Element};
@@ -83,10 +83,10 @@ pub struct Rounding {
     pub first: usize,
 }
 
-/// The number of elements that take their random bits from one row of [`philox`]. A row has a half word for each of
-/// their m, then one for each of their v.
+/// The number of elements whose random bits are in one row of [`philox`]. A row has one half word per element for m,
+/// then one per element for v.
 pub const ROW: usize = 1024;
-/// The site of the random stream; the model's own sites are numbered from 0 and do not reach this.
+/// The site of the random stream. The model's dropout sites are numbered from 0 and stay below this.
 pub const SITE: u16 = u16::MAX;
 
 impl Rounding {
@@ -98,8 +98,8 @@ impl Rounding {
 multiversion! {
     /// Updates parameters `p` and moments `m`, `v` from gradients `g`, and zeroes `g`.
     ///
-    /// `grad_scale` combines clipping and the loss's normaliser. If it is not finite (because a gradient was not), p, m
-    /// and v stay as they are, so that the run can stop with its weights intact.
+    /// `grad_scale` combines clipping and the loss's normaliser. If it is not finite, because a gradient is not finite,
+    /// p, m and v do not change, so that the run can stop with its weights intact.
     pub fn update[A: Accumulator, M: Moment<A>](
         adam: &Adam, grad_scale: &A, rounding: &Rounding, p: &mut [A], m: &mut [M], v: &mut [M], g: &mut [A],
     ) {
@@ -120,15 +120,16 @@ multiversion! {
             if M::IS_ROUNDED {
                 philox::fill(&stream, row, 1, 2 * ROW, &mut bits);
             }
-            let (of_m, of_v) = bits.split_at(ROW);
-            let bits = of_m[column..].iter().zip(&of_v[column..]);
+            let (m_bits, v_bits) = bits.split_at(ROW);
+            let bits = m_bits[column..].iter().zip(&v_bits[column..]);
             let moments = m[part.clone()].iter_mut().zip(&mut v[part.clone()]);
             let numbers = p[part.clone()].iter_mut().zip(&mut g[part.clone()]);
-            for (((p, g), (m, v)), (of_m, of_v)) in numbers.zip(moments).zip(bits) {
-                let d = *g * scale;
-                let (m1, v1) = (beta1 * m.load() + rest1 * d, beta2 * v.load() + rest2 * (d * d));
-                *p = keep * *p - step * m1 / (v1.sqrt() + eps);
-                (*m, *v, *g) = (M::rounded(m1, *of_m), M::rounded(v1, *of_v), A::ZERO);
+            for (((p, g), (m, v)), (m_bits, v_bits)) in numbers.zip(moments).zip(bits) {
+                let scaled = *g * scale;
+                let new_m = beta1 * m.load() + rest1 * scaled;
+                let new_v = beta2 * v.load() + rest2 * (scaled * scaled);
+                *p = keep * *p - step * new_m / (new_v.sqrt() + eps);
+                (*m, *v, *g) = (M::rounded(new_m, *m_bits), M::rounded(new_v, *v_bits), A::ZERO);
             }
             at = part.end;
         }

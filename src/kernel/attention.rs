@@ -7,12 +7,12 @@
 //! Q, K, V are the rows of one head (d_head columns). M holds dropout's factors, 0 or 1/(1 − p), from [`Dropout`]'s
 //! stream at element (query row·heads + head, key), with the key counted within its sequence. Causal: key j is
 //! visible to query i if j ≤ i + k_len − q_len. The forward pass stores log Σ_j exp S_ij, from which the backward
-//! pass recomputes P (Dao et al. 2022, FlashAttention, §3.1). If the rounding of that number would matter, P is
-//! normalised again. D is computed from P and dP, which are both available in a short row, so the output need not be
-//! kept. A query that sees no key gets the output 0, and passes no gradient on.
+//! pass recomputes P (Dao et al. 2022, FlashAttention, §3.1). If the rounding error of this logarithm would matter, P
+//! is normalised again. D is computed from P and dP, which are both available in a short row, so the output need not be
+//! kept. A query that sees no key has the output 0 and no gradient.
 //!
 //! Scores are stored transposed, with a key per row and sixteen queries per register. So maximum, exponential and sum
-//! go down the columns, and no step works across a register. Every matrix product has the same form, [`product()`].
+//! run down the columns, and no step combines the lanes of a register. Every matrix product is a call of [`product()`].
 
 pub mod call;
 mod composed;
@@ -53,7 +53,7 @@ pub struct ScaledDotProduct {
     pub dropout: Option<Dropout>,
 }
 
-/// One sequence: the packed rows that are its queries, and those that are its keys and values.
+/// The rows of one sequence in the packed matrices: of its queries, and of its keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sequence {
     pub q_start: usize,
@@ -91,17 +91,19 @@ multiversion! {
                 let lanes = block.count.next_multiple_of(LANES);
                 mask.draw(a, s, block);
                 for head in 0..a.heads {
-                    let from = head * d;
-                    load(&q, s.q_start + block.first, block.count, from, d, scale, &mut result, width);
+                    let column = head * d;
+                    load(&q, s.q_start + block.first, block.count, column, d, scale, &mut result, width);
                     transpose(&result, block.count, d, width, &mut q_t, lanes);
-                    load(&k, s.k_start, s.k_len, from, d, E::Acc::ONE, &mut keys, width);
-                    load(&v, s.k_start, s.k_len, from, d, E::Acc::ONE, &mut values, width);
+                    load(&k, s.k_start, s.k_len, column, d, E::Acc::ONE, &mut keys, width);
+                    load(&v, s.k_start, s.k_len, column, d, E::Acc::ONE, &mut values, width);
+                    // Sᵀ = K·(scale·Q)ᵀ
                     let tiles = s.k_len.next_multiple_of(TILE);
                     product([tiles, lanes, d], &keys, [width, 1], &q_t, lanes, &mut scores, lanes, false);
                     hide(a, s, block, &mut scores, lanes);
                     softmax(&mut scores[..s.k_len * lanes], &mut maxima[..lanes], &mut sums[..lanes]);
                     mask.prepare(a, head, s.k_len, block.count, lanes);
                     mask.apply(a, &mut scores[..s.k_len * lanes]);
+                    // The result is O before the division by the sums: (M∘exp(S − max))·V.
                     let rows = block.count.next_multiple_of(TILE);
                     product([rows, width, s.k_len],
                         &scores,
@@ -114,7 +116,7 @@ multiversion! {
                         let row = s.q_start + block.first + i;
                         lse.row(row, head, 1)[0] = maxima[i] + sums[i].ln();
                         let factor = if sums[i] == E::Acc::ZERO { E::Acc::ZERO } else { E::Acc::ONE / sums[i] };
-                        for (o, r) in out.row(row, from, d).iter_mut().zip(&result[i * width..]) {
+                        for (o, r) in out.row(row, column, d).iter_mut().zip(&result[i * width..]) {
                             *o = E::store(*r * factor);
                         }
                     }
@@ -162,42 +164,46 @@ multiversion! {
                 let first = s.q_start + block.first;
                 mask.draw(a, s, block);
                 for head in 0..a.heads {
-                    let from = head * d;
-                    load(&q, first, block.count, from, d, scale, &mut queries, width);
-                    load(&dout, first, block.count, from, d, one, &mut douts, width);
-                    load(&k, s.k_start, s.k_len, from, d, one, &mut keys, width);
-                    load(&v, s.k_start, s.k_len, from, d, one, &mut values, width);
+                    let column = head * d;
+                    load(&q, first, block.count, column, d, scale, &mut queries, width);
+                    load(&dout, first, block.count, column, d, one, &mut douts, width);
+                    load(&k, s.k_start, s.k_len, column, d, one, &mut keys, width);
+                    load(&v, s.k_start, s.k_len, column, d, one, &mut values, width);
                     transpose(&queries, block.count, d, width, &mut q_t, lanes);
                     transpose(&douts, block.count, d, width, &mut dout_t, lanes);
+                    // p holds Sᵀ and then Pᵀ; ds holds V·dOᵀ, then dPᵀ and dSᵀ.
                     product([tiles, lanes, d], &keys, [width, 1], &q_t, lanes, &mut p, lanes, false);
                     product([tiles, lanes, d], &values, [width, 1], &dout_t, lanes, &mut ds, lanes, false);
                     hide(a, s, block, &mut p, lanes);
-                    // A query without keys has an lse of −∞. Its scores are all hidden, so any finite number makes
-                    // its weights 0.
-                    let mut sums = [E::Acc::ZERO; QUERIES];
-                    for (i, to) in sums[..block.count].iter_mut().enumerate() {
-                        let sum = lse.row(first + i, head, 1)[0];
-                        *to = if sum == lowest { E::Acc::ZERO } else { sum };
+                    // A query that sees no key has an lse of −∞. All its scores are −∞, so with any finite number in
+                    // place of lse its weights are 0.
+                    let mut log_sums = [E::Acc::ZERO; QUERIES];
+                    for (i, to) in log_sums[..block.count].iter_mut().enumerate() {
+                        let log_sum = lse.row(first + i, head, 1)[0];
+                        *to = if log_sum == lowest { E::Acc::ZERO } else { log_sum };
                     }
-                    weights(&mut p[..s.k_len * lanes], &sums[..lanes]);
+                    weights(&mut p[..s.k_len * lanes], &log_sums[..lanes]);
                     mask.prepare(a, head, s.k_len, block.count, lanes);
                     mask.apply(a, &mut ds[..s.k_len * lanes]);
                     let shares = shares.map(|shares| {
-                        let mut of = [one; QUERIES];
-                        (0..block.count).for_each(|i| of[i] = shares.row(first + i, head, 1)[0]);
-                        of
+                        let mut of_block = [one; QUERIES];
+                        (0..block.count).for_each(|i| of_block[i] = shares.row(first + i, head, 1)[0]);
+                        of_block
                     });
                     let (weights, dweights) = (&mut p[..s.k_len * lanes], &mut ds[..s.k_len * lanes]);
-                    score_gradients(weights, dweights, lanes, &sums[..block.count], shares.as_ref());
+                    score_gradients(weights, dweights, lanes, &log_sums[..block.count], shares.as_ref());
+                    // dK += dSᵀ·(scale·Q)
                     let dkeys = &mut dkeys[head * per_head..][..per_head];
                     product([tiles, width, block.count], &ds, [lanes, 1], &queries, width, dkeys, width, true);
+                    // dQ = scale·dS·K
                     let rows = block.count.next_multiple_of(TILE);
                     product([rows, width, s.k_len], &ds, [1, lanes], &keys, width, &mut result, width, false);
                     for i in 0..block.count {
-                        for (o, r) in dq.row(first + i, from, d).iter_mut().zip(&result[i * width..]) {
+                        for (o, r) in dq.row(first + i, column, d).iter_mut().zip(&result[i * width..]) {
                             *o = E::store(*r * scale);
                         }
                     }
+                    // dV += (M∘P)ᵀ·dO
                     mask.apply(a, &mut p[..s.k_len * lanes]);
                     let dvalues = &mut dvalues[head * per_head..][..per_head];
                     product([tiles, width, block.count], &p, [lanes, 1], &douts, width, dvalues, width, true);
@@ -228,13 +234,14 @@ fn block_size(k_len: usize) -> usize {
     (SCORES / k_len.max(1) / LANES * LANES).clamp(LANES, QUERIES)
 }
 
+/// Splits a sequence's queries into blocks.
 #[inline(always)]
 fn blocks(s: &Sequence) -> impl Iterator<Item = Block> + use<> {
     let (size, len) = (block_size(s.k_len), s.q_len);
     (0..len).step_by(size).map(move |first| Block { first, count: size.min(len - first) })
 }
 
-/// The sizes of a workspace that suffices for any of the sequences.
+/// The sizes of a workspace that is large enough for each of the sequences.
 struct Sizes {
     queries: usize,
     keys: usize,

@@ -2,9 +2,9 @@
 //!
 //! > log p_i = z_i − log Σ_j exp z_j
 //!
-//! A row is read in parts, which are computed one after the other and lie in the second-level cache. The first
-//! reading of a part finds the maximum of each block of 64 columns, the second adds up exp(z − max). The third reads
-//! only blocks that can hold a column larger than the smallest of the best so far.
+//! A row is processed in parts, which are still in the second-level cache after they were computed. A first reading of
+//! a part finds the maximum of each block of 64 columns, a second adds up exp(z − max). A third reads only blocks that
+//! can contain a column larger than the smallest of the best so far.
 
 pub mod call;
 
@@ -23,7 +23,7 @@ pub struct Likely {
     pub log_p: f64,
 }
 
-/// The columns that may be chosen. The excluded columns count in the sum Σ exp z all the same.
+/// The columns that may be chosen. The sum Σ exp z includes the excluded columns, too.
 #[derive(Clone, Copy, Debug)]
 pub enum Choice<'a> {
     AllBut(&'a [usize]),
@@ -61,8 +61,8 @@ impl Standing {
 }
 
 multiversion! {
-    /// Reads the next part of each row: `cols` logits that begin at column `start`. Rows are `stride` apart. Parts come
-    /// in the order of their columns.
+    /// Reads the next part of each row: `cols` logits that begin at column `start`. Rows are `stride` apart. Callers
+    /// must pass the parts in the order of their columns.
     pub fn rank[isa S][E: Element](
         logits: &[E],
         start: usize,
@@ -132,7 +132,8 @@ fn sum_of_exponentials<E: Element, S: Isa>(z: &[E], most: E::Acc) -> E::Acc {
     sum(totals)
 }
 
-/// Updates `found`, the `count` largest columns before `start`. Its entries hold logits instead of log p.
+/// Updates `found`, the `count` largest columns so far, with the columns of `z`, the first of which is `start`. The
+/// entries of `found` hold logits instead of log p.
 #[inline(always)]
 fn largest<E: Element>(
     z: &[E],
@@ -144,7 +145,7 @@ fn largest<E: Element>(
 ) {
     let mut least = E::Acc::from_f64(found.get(count - 1).map_or(f64::NEG_INFINITY, |last| last.log_p));
     for (block, (z, maximum)) in z.chunks(BLOCK).zip(maxima).enumerate() {
-        // Columns come in ascending order, so an equal column loses to one that is already found.
+        // Columns are read in ascending order, and of equal logits the lower column wins.
         if *maximum <= least {
             continue;
         }

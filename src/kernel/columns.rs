@@ -1,4 +1,4 @@
-//! Norms with column statistics, which are taken over rows and updates: their interface, and the passes over memory.
+//! Norms whose statistics are per column, over rows and over updates: their interface, and the passes over memory.
 //!
 //! The norms of docs/spec.md §1.6 keep running statistics. With a shift and a scale for every column, they have the
 //! form
@@ -40,7 +40,7 @@ pub struct ColumnNormKernel {
 
 /// The processes whose rows form one batch.
 pub trait Ranks: std::fmt::Debug + Sync {
-    /// Returns the name under which operators know the group.
+    /// Returns the name by which operators look up the group.
     fn name(&self) -> &str;
 
     /// Gathers every rank's t, as (ranks, …).
@@ -58,7 +58,7 @@ pub struct ColumnOptions {
     /// PowerNorm's decay α of ν.
     pub alpha_bwd: f64,
     pub eps: f64,
-    /// The number of PowerNorm's first training passes that use the batch's own statistic.
+    /// The number of initial training passes in which PowerNorm uses the batch's own statistic.
     pub warmup: i64,
     /// The processes whose batches form one batch; `None` means this process alone.
     pub ranks: Option<&'static dyn Ranks>,
@@ -82,8 +82,9 @@ pub struct BatchStatistics {
     pub mean: Vec<f64>,
     /// The mean of (x − mean)² over real rows.
     pub square: Vec<f64>,
-    /// The mean of x² over all rows, set if PowerNorm's release mode has padding.
+    /// The mean of x² over all rows, padding included; set if PowerNorm's release mode has padding.
     pub square_of_all: Option<Vec<f64>>,
+    /// The number of all rows.
     pub rows: f64,
 }
 
@@ -102,8 +103,8 @@ pub struct State<'a> {
 }
 
 impl State<'_> {
-    /// True if these statistics of `count` real rows may enter the state: there is a real row, and all are finite.
-    /// Non-finite statistics are counted as refused.
+    /// True if these statistics of `count` real rows may enter the state: there is a real row, and all values are
+    /// finite. Otherwise counts non-finite statistics as refused.
     pub fn accepts(&mut self, count: f64, values: &[&[f64]]) -> bool {
         let finite = values.iter().all(|v| v.iter().all(|v| v.abs() <= self.largest));
         if let (true, [refused]) = (count > 0.0 && !finite, &mut *self.refused) {
@@ -113,8 +114,8 @@ impl State<'_> {
     }
 }
 
-/// The statistics that a forward pass used and keeps for its backward pass. They are passed on as a tensor (ROWS,
-/// columns) of the computing type.
+/// The statistics that a forward pass used, for its backward pass. They are stored as a tensor (ROWS, columns) of the
+/// computing type.
 #[derive(Clone, Debug, Default)]
 pub struct Stats {
     pub shift: Vec<f64>,
@@ -133,7 +134,7 @@ impl Stats {
     /// The number of rows in the tensor.
     pub const ROWS: usize = 6;
 
-    /// Returns statistics that are not the batch's own: the given shift, with scale and slope 1/√(square + ε).
+    /// Returns statistics that do not come from the batch: this shift, with scale and slope 1/√(square + ε).
     pub fn new(shift: &[f64], square: &[f64], eps: f64) -> Self {
         let scale = memory::collected(square.iter().map(|v| 1.0 / (v + eps).sqrt()));
         let [shift, slope] = [shift, &scale].map(|v| memory::collected(v.iter().copied()));

@@ -45,7 +45,8 @@ KERNEL(THREADS, cross_entropy, CrossEntropy) {
     }
     return;
   }
-  // IN_PLACE overwrites the logits, so z of the target is read first. The sums' barriers lie between read and write.
+  // IN_PLACE overwrites the logits, so z of the target is read first. The barriers in team.combine separate the read
+  // from the writes.
   const Values near = load<K_X>(a.logits, first + target / VEC);
   f32 at_target = near.v[0];
 #pragma unroll

@@ -9,9 +9,9 @@
 //!
 //! The row's maximum m is subtracted before the exponential and never added again, so logits may share an offset of any
 //! size. −log p_t = (m − z_t) + log Σ exp(z − m) and Σ −log p_v = |V_t|·(−log p_t) − Σ(z_v − z_t), combined in f64; the
-//! backward pass gets m and Σ exp(z − m). A row goes through the first two cache levels in three short passes (select,
-//! exponential, gradient). Each is a flat loop over 256 columns that any instruction set vectorises, with the sums in
-//! separate loops.
+//! backward pass receives m and Σ exp(z − m). A row is processed within the first two cache levels, in three passes
+//! (select, exponential, gradient). Each is a flat loop over 256 columns that any instruction set vectorises, with the
+//! sums in separate loops.
 
 use crate::cpu::pack::Isa;
 use crate::cpu::{memory, Accumulator, Element};
@@ -115,7 +115,8 @@ pub fn backward<E: Element>(
 /// Computes loss and −log p_t of every row, and overwrites the logits with `scale`·∂loss/∂z. The mask and the error
 /// are as in [`forward`].
 ///
-/// It computes only one exponential per logit, for training: call it on blocks of rows that are still in the cache.
+/// This is for training: it computes one exponential per logit instead of two. Call it on blocks of rows that are still
+/// in the cache.
 pub fn in_place<E: Element>(
     cols: usize,
     logits: &mut [E],
@@ -134,15 +135,15 @@ pub fn in_place<E: Element>(
     Ok(())
 }
 
-/// The size of V_t, and for each column 1 inside V_t, else 0. These have the type of the logits, because AVX2's loops
-/// would not vectorise with bytes.
+/// The size of V_t, and for each column 1 inside V_t, else 0. The ones and zeros have the accumulation type, because
+/// AVX2's loops would not vectorise with bytes.
 struct VocabularyMask<A> {
     keep: Vec<Lanes<A>>,
     size: usize,
 }
 
-/// Returns the mask in the form for the loops, which an empty mask has too. `Err` holds the first row whose target is
-/// neither ignored nor in V_t.
+/// Converts the mask to the form that the loops read; an empty mask contains all columns. `Err` holds the first row
+/// whose target is neither ignored nor in V_t.
 fn check<A: Accumulator>(cols: usize, targets: Targets, mask: &[u8]) -> Result<VocabularyMask<A>, usize> {
     assert!(mask.is_empty() || mask.len() == cols, "a mask of {} for {cols} columns", mask.len());
     let mut keep = memory::filled(Lanes([A::ZERO; B]), cols.div_ceil(B));
@@ -153,8 +154,8 @@ fn check<A: Accumulator>(cols: usize, targets: Targets, mask: &[u8]) -> Result<V
             size += 1;
         }
     }
-    let known = |t: i64| usize::try_from(t).is_ok_and(|t| t < cols && keep[t / B].0[t % B] != A::ZERO);
-    match targets.ids.iter().position(|t| *t != targets.ignore && !known(*t)) {
+    let is_inside = |t: i64| usize::try_from(t).is_ok_and(|t| t < cols && keep[t / B].0[t % B] != A::ZERO);
+    match targets.ids.iter().position(|t| *t != targets.ignore && !is_inside(*t)) {
         Some(row) => Err(row),
         None => Ok(VocabularyMask { keep, size }),
     }
@@ -166,6 +167,7 @@ fn scratch<E: Element>(cols: usize) -> Vec<Lanes<E::Acc>> {
 }
 
 multiversion! {
+    /// Computes [`forward`], with a workspace `scratch` for one row.
     fn forward_rows[isa S][E: Element](
         cols: usize,
         logits: &[E],
@@ -193,6 +195,7 @@ multiversion! {
 }
 
 multiversion! {
+    /// Computes [`backward`].
     fn backward_rows[isa S][E: Element](
         cols: usize,
         logits: &[E],
@@ -219,6 +222,7 @@ multiversion! {
 }
 
 multiversion! {
+    /// Computes [`in_place`], with a workspace `scratch` for one row.
     fn in_place_rows[isa S][E: Element](
         cols: usize,
         logits: &mut [E],
@@ -248,8 +252,7 @@ multiversion! {
     }
 }
 
-/// The coefficients of the gradient, `all`·e − `uniform`, or `all`·e − `target` at the target, where e is exp(z − max
-/// z).
+/// The coefficients of the gradient: `all`·e − `uniform`, or `all`·e − `target` at the target, with e = exp(z − max z).
 #[derive(Clone, Copy)]
 struct Weights<A> {
     all: A,
@@ -268,8 +271,8 @@ impl<A: Accumulator> Weights<A> {
         }
     }
 
-    /// Returns the target's gradient from its exponential. It is rounded only once, from f64, because it is the row's
-    /// largest and A + B is not exact in f32.
+    /// Returns the target's gradient from its exponential. This gradient is rounded only once, from f64, because it is
+    /// the row's largest, and A + B is not exact in f32.
     #[inline(always)]
     fn of_target(&self, exp: A) -> A {
         A::from_f64(self.all.to_f64() * exp.to_f64() - self.target)
@@ -324,6 +327,7 @@ fn select<E: Element>(z: &[E], target: E::Acc, keep: &[Lanes<E::Acc>], w: &mut [
     (max(most.0), sum(total.0))
 }
 
+/// Splits a block into quarters, whose lanes are added or compared first.
 #[inline(always)]
 fn quarters<A>(x: &[A; B]) -> &[[A; B / 4]; 4] {
     x.as_chunks().0.try_into().expect("B is four quarters")

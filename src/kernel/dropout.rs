@@ -1,4 +1,4 @@
-//! Dropout of an operator call: the settings with which kernels draw it, and the mask by which formulas multiply.
+//! Dropout of an operator call: the settings from which kernels draw the mask, and the mask as a tensor for formulas.
 
 use crate::cpu::memory;
 use crate::cpu::philox::{self, Stream};

@@ -1,4 +1,4 @@
-//! Helpers for CUDA launches: names and sizes for the sources, workspaces, and the second stage of sums over rows.
+//! Helpers for CUDA launches: type names and sizes for the sources, workspaces, the second stage of sums over rows.
 
 use super::view::View;
 use crate::cuda::{self, Device, Grid, Output, SumPartials, OUTPUTS, SUMS};
@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use tch::{Kind, Tensor};
 
 /// Allocates a workspace for the kernels of one call. The tensor may be dropped before the kernels run, because
-/// torch's allocator does not reuse its memory until their stream has passed them.
+/// torch's allocator reuses its memory only for later work on the same stream.
 pub fn room(device: Device, sizes: &[i64], kind: Kind) -> Result<Tensor> {
     let place = if cuda::stand_in() { tch::Device::Cpu } else { tch::Device::Cuda(device as usize) };
     Ok(Tensor::f_empty(sizes, (kind, place))?)
@@ -27,8 +27,8 @@ pub fn aligned(views: &[&View]) -> bool {
     views.iter().all(|v| v.data.addr().is_multiple_of(16))
 }
 
-/// Returns the number of columns that a kernel reads at a time from `matrix`; `views` are all tensors that it reads
-/// so.
+/// Returns the number of columns that a kernel accesses at a time: 16 bytes' worth, or 1. `views` are all tensors that
+/// it accesses in this way; `matrix` has their width and dtype.
 pub fn columns_at_a_time(matrix: &View, views: &[&View]) -> u32 {
     let widest = if matrix.dtype == 0 { 4 } else { 8 };
     if aligned(views) && matrix.cols % widest == 0 {
@@ -38,22 +38,22 @@ pub fn columns_at_a_time(matrix: &View, views: &[&View]) -> u32 {
     }
 }
 
-/// Returns a matrix's width in the type that kernels use for it.
+/// Returns the width of a matrix as kernels take it. Errors if the width exceeds an i32.
 pub fn columns(matrix: &View) -> Result<u32> {
     let cols = i32::try_from(matrix.cols).map(|c| c as u32);
     cols.map_err(|_| Error::Torch(format!("rows of {} numbers have no CUDA kernel", matrix.cols)))
 }
 
-/// Returns a grid with a thread for each of `count` chunks. If that exceeds the largest grid, each thread takes
-/// several.
+/// Returns a grid with a thread for each of `count` chunks. If that exceeds the largest grid, each thread processes
+/// several chunks.
 pub fn grid_of_chunks(count: i64) -> Grid {
     const THREADS: u32 = 256;
     let blocks = (count as u64).div_ceil(THREADS.into()).min(i32::MAX as u64) as u32;
     Grid { blocks, threads: THREADS }
 }
 
-/// Adds up `blocks` rows of `columns` numbers, which are `stride` apart; each output receives its share of the
-/// columns.
+/// Adds up the `blocks` rows of a workspace, which have `columns` numbers and are `stride` apart. Each output receives
+/// the totals of its own columns.
 pub fn sum_partials(
     device: Device,
     partial: *const u8,

@@ -6,8 +6,9 @@
 //! That is a twentieth of f32's half ulp, so only the rounding of the last two steps remains. Everything is
 //! branch-free. f64 uses the library functions, lane by lane.
 //!
-//! A kernel that gains from fused multiply-add takes its instruction set from `multiversion!` and passes it down. On
-//! a processor without the instruction, the library's `mul_add` is forty times slower than two roundings.
+//! A kernel that uses fused multiply-add receives its instruction set S as a type from `multiversion!`, and passes S to
+//! these functions. On a processor without the instruction, the library's `mul_add` is forty times slower than a
+//! product and a sum.
 
 use crate::cpu::pack::Isa;
 use crate::cpu::Accumulator;
@@ -123,8 +124,8 @@ pub fn erf<A: Accumulator, S: Isa>(z: A) -> (A, A) {
     (A::from_f64(e), A::from_f64(std::f64::consts::FRAC_2_SQRT_PI * (-z * z).exp()))
 }
 
-/// Computes erf as z + z·P(z²) near 0 and as 1 − exp(|z|·Q(|z|)) far from it. Both are fitted to the relative error,
-/// which is 9e-9 near 0 and 3e-9 far from it.
+/// Computes erf as z + z·P(z²) near 0 and as 1 − exp(|z|·Q(|z|)) far from it. P and Q are fitted for a small relative
+/// error, which is 9e-9 near 0 and 3e-9 far from it.
 #[inline(always)]
 fn erf_f32<S: Isa>(z: f32) -> (f32, f32) {
     let (size, square) = (z.abs(), z * z);

@@ -1,9 +1,9 @@
-//! Weighted sums of a few rows, as hyper-connections read and write their streams.
+//! Weighted sums of a few rows, by which hyper-connections read and write their residual streams.
 //!
 //! > y_i = Σ_j w_ij h_j,  dh_j = Σ_i w_ij dy_i,  dw_ij = ⟨dy_i, h_j⟩
 //!
-//! h are n rows of d numbers, the streams of one position, and perhaps one more row behind them; y are m rows. Sums are
-//! in f32 (f64 for f64). Source: Xie et al. 2025, arXiv:2512.24880; Zhu et al. 2024, arXiv:2409.19606.
+//! h has n rows of d numbers, the streams of one position, and optionally one added row after them; y has m rows. Sums
+//! are in f32 (f64 for f64). Source: Xie et al. 2025, arXiv:2512.24880; Zhu et al. 2024, arXiv:2409.19606.
 
 use crate::cpu::pack::{Isa, Of, Pack, Store, PAIR_LANES};
 use crate::cpu::{Accumulator, Element};
@@ -11,7 +11,7 @@ use crate::multiversion;
 
 pub mod call;
 
-/// The rows of one position: those of the streams, and the one behind them, which may be absent.
+/// The rows of one position: the streams, and the optional added row.
 struct Position<'a, E> {
     streams: &'a [E],
     added: Option<&'a [E]>,
@@ -43,7 +43,7 @@ multiversion! {
 }
 
 multiversion! {
-    /// Computes the gradients of the streams, of `added` and of the weights from y's, `dy`.
+    /// Computes the gradients of the streams, of `added` and of the weights from `dy`, the gradient of y.
     pub fn backward[isa S][E: Element](
         shape: [usize; 3], dy: &[E], streams: &[E], added: Option<&[E]>, weights: &[E::Acc], dstreams: &mut [E],
         dadded: &mut [E], dweights: &mut [E::Acc],
@@ -68,7 +68,7 @@ multiversion! {
     }
 }
 
-/// Computes y = Σ w·row of the pairs (row, w).
+/// Computes y = Σ w·row over the pairs (row, w).
 #[inline(always)]
 fn combine<'a, E: Element, S: Isa>(pairs: impl Iterator<Item = (&'a [E], E::Acc)> + Clone, y: &mut [E]) {
     let store = Store::cached();
@@ -108,7 +108,7 @@ fn dot<E: Element, S: Isa>(a: &[E], b: &[E]) -> E::Acc {
     total
 }
 
-/// Block `b` of a row.
+/// Returns block `b` of a row.
 #[inline(always)]
 fn block<E>(row: &[E], b: usize) -> &[E; PAIR_LANES] {
     row[b * PAIR_LANES..].first_chunk().expect("a row has all its blocks")

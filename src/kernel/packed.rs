@@ -3,9 +3,9 @@
 //! > y_ri = b_i + Σ_c x_rc W_ic
 //!
 //! W (n, k) is stored in panels of 32 of its rows, transposed: a panel's 32 numbers of one column c are consecutive,
-//! and zeros fill up the last panel. A tile of y, which is some rows of x times one panel, stays in registers while c
-//! runs. So each step is one load of the panel, one broadcast per row, and the products. libtorch packs the matrix in
-//! each call instead, which takes as long as the product with 80 rows of x.
+//! and zeros pad the last panel. A tile of y (some rows of x times one panel) stays in registers during the loop over
+//! c. So each step is one load of the panel, one broadcast per row, and the products. libtorch packs the matrix again
+//! in each call, which takes as long as the product with 80 rows of x.
 
 pub mod call;
 
@@ -19,7 +19,7 @@ use std::ops::Range;
 /// A matrix W (n, k), packed, and a bias b (n).
 pub struct PackedMatrix<A> {
     panels: Aligned<A>,
-    /// The bias, filled up with zeros to a whole number of panels.
+    /// The bias, padded with zeros to a whole number of panels.
     bias: Aligned<A>,
     n: usize,
     k: usize,
@@ -54,7 +54,7 @@ impl<A: Accumulator> PackedMatrix<A> {
     }
 }
 
-/// Computes y (rows, n) from x (rows, k), with the rows of y `y_stride` and those of x `x_stride` apart. Columns of y
+/// Computes y (rows, n) from x (rows, k). Rows of x are `x_stride` numbers apart, rows of y `y_stride`. Columns of y
 /// after the n-th are not written.
 pub fn product<A: Accumulator>(
     x: &[A],
@@ -67,8 +67,8 @@ pub fn product<A: Accumulator>(
     product_columns(x, x_stride, rows, w, 0..w.n, y, y_stride);
 }
 
-/// Computes only the columns `columns` of y, and writes them to the beginning of its rows. The first must begin a
-/// panel.
+/// Computes only the columns `columns` of y, and writes them to the beginning of its rows. `columns.start` must be a
+/// multiple of a panel's width.
 pub fn product_columns<A: Accumulator>(
     x: &[A],
     x_stride: usize,
@@ -117,8 +117,8 @@ struct PanelProduct<'a, A> {
 }
 
 multiversion! {
-    /// Multiplies one panel. It is not inlined, because the caller's values in registers would leave too few for a
-    /// tile.
+    /// Multiplies rows of x by one panel. This is not inlined, because the caller's values in registers would leave too
+    /// few for a tile.
     #[inline(never)]
     fn multiply_panel[isa S][A: Accumulator](all: &mut PanelProduct<A>) {
         // A tile has as many rows as the registers allow.
@@ -158,7 +158,7 @@ fn multiply_tile<A: Accumulator, S: Isa, const HEIGHT: usize>(all: &mut PanelPro
     }
 }
 
-/// Multiplies HEIGHT rows by PACKS of the panel's packs of columns, from pack FIRST on.
+/// Multiplies HEIGHT rows, from row `first` on, by PACKS packs of the panel's columns, from pack FIRST on.
 #[inline(always)]
 fn multiply_columns<A: Accumulator, S: Isa, const HEIGHT: usize, const FIRST: usize, const PACKS: usize>(
     all: &mut PanelProduct<A>,

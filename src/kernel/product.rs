@@ -33,8 +33,8 @@ type MixedProduct = unsafe extern "C" fn(
     ldc: c_int,
 );
 
-/// MKL's function inside libtorch, on processors where it may be faster than oneDNN's product and an addition:
-/// Intel's with bf16 instructions. It is `None` on others, and if torch was built without MKL.
+/// MKL's function inside libtorch, for Intel processors with bf16 instructions: there it may be faster than oneDNN's
+/// product followed by an addition. It is `None` on other processors, and if torch was built without MKL.
 static MIXED: LazyLock<Option<MixedProduct>> = LazyLock::new(|| {
     if !simd::has_bf16_products() || !amx::is_intel() || amx::is_broken() {
         return None;
@@ -49,7 +49,7 @@ static MIXED: LazyLock<Option<MixedProduct>> = LazyLock::new(|| {
     }
 });
 
-/// A 16-bit [`product`] of more rows than this first multiplies a multiple of this number of rows.
+/// A 16-bit [`product`] with more rows than this first multiplies the largest multiple of this number of rows.
 const STEP: i64 = 64;
 
 /// Computes out = xw + b: x (rows, k), w (k, n), b (n), out (rows, n), all of one type. No gradient is recorded.

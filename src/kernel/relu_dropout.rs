@@ -24,8 +24,8 @@ pub static PROGRAM: Program = Program {
 const DRAWN: usize = 4096;
 
 multiversion! {
-    /// Computes y from x, which both consist of whole rows of `cols` columns; in dropout's stream their first row is
-    /// `first_row`.
+    /// Computes y from x. Both consist of whole rows of `cols` columns; `first_row` is the index of their first row in
+    /// dropout's random stream.
     pub fn forward[E: Element](cols: usize, dropout: Option<&Dropout>, first_row: usize, x: &[E], y: &mut [E]) {
         assert_eq!(x.len(), y.len());
         let Some(dropout) = dropout else {

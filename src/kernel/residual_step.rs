@@ -1,9 +1,9 @@
-//! The fused residual step: x⁺ = α⊙x + β⊙drop(f) and y = N(x⁺), in one pass over memory each way.
+//! The fused residual step: x⁺ = α⊙x + β⊙drop(f) and y = N(x⁺), with one pass over memory forward and one backward.
 //!
 //! x is the residual stream, f the sublayer's output, α and β the scheme's scales (docs/spec.md §2.2), drop the
 //! dropout on the sublayer's output. N is the next norm: the scheme's own (post-norm) or the next sublayer's
 //! (pre-norm). x⁺ is first rounded to x's type, and y is computed from the rounded x⁺, because the backward pass
-//! reads that. With G = dx⁺ + N′(dy),
+//! reads the rounded one. With G = dx⁺ + N′(dy),
 //!
 //! > dx = α⊙G,  df = β⊙drop(G),  dα = Σ G⊙x,  dβ = Σ G⊙drop(f)   (sums over rows)
 //!
@@ -75,14 +75,14 @@ multiversion! {
         let (spare_x, spare_f) = (group.spare::<X>(), group.spare::<F>());
         let (mut spare_x_plus, mut spare_y) = (group.spare_out::<X>(), group.spare_out::<Y>());
         let mut bend = norm.curve.as_ref().map(|curve| Bend::new(curve, step.numbers, cols));
-        // Results that bypass the cache cannot be read back from it, so the norm reads x⁺ from this copy.
-        let held_apart = !y.is_empty() && store.is_streamed();
-        let mut held = memory::filled(X::default(), if held_apart { GROUP * cols } else { 0 });
+        // If x⁺ bypasses the caches, it cannot be read back from them, so the norm reads this copy.
+        let needs_copy = !y.is_empty() && store.is_streamed();
+        let mut x_plus_copy = memory::filled(X::default(), if needs_copy { GROUP * cols } else { 0 });
         for g in 0..group.count() {
             let (x, f) = (group.rows(g, x, &spare_x), group.rows(g, f, &spare_f));
-            if held_apart {
-                add::<S, X, F>(&alpha, x, &beta, mask.group(g), f, split(&mut held, cols), Store::PLAIN);
-                copy::<S, X>(split_ref(&held, cols), group.rows_mut(g, x_plus, &mut spare_x_plus), store);
+            if needs_copy {
+                add::<S, X, F>(&alpha, x, &beta, mask.group(g), f, split(&mut x_plus_copy, cols), Store::PLAIN);
+                copy::<S, X>(split_ref(&x_plus_copy, cols), group.rows_mut(g, x_plus, &mut spare_x_plus), store);
             } else {
                 let x_plus = group.rows_mut(g, x_plus, &mut spare_x_plus);
                 add::<S, X, F>(&alpha, x, &beta, mask.group(g), f, x_plus, store);
@@ -90,17 +90,17 @@ multiversion! {
             if y.is_empty() {
                 continue;
             }
-            let x_plus = if held_apart { split_ref(&held, cols) } else { group.rows(g, x_plus, &spare_x_plus) };
+            let x_plus = if needs_copy { split_ref(&x_plus_copy, cols) } else { group.rows(g, x_plus, &spare_x_plus) };
             if let Some(bend) = &mut bend {
                 let y = group.rows_mut(g, y, &mut spare_y);
                 bend.forward::<S, X, Y>(x_plus, group.range(g).len(), &weight, &bias, y, store_y);
                 continue;
             }
-            let found = norm.measure::<S, X>(x_plus, step.eps);
-            for (r, found) in group.range(g).zip(found) {
-                found.keep(norm.stats, r, stats);
+            let measured = norm.measure::<S, X>(x_plus, step.eps);
+            for (r, row) in group.range(g).zip(measured) {
+                row.keep(norm.stats, r, stats);
             }
-            normalise::<S, X, Y, true>(x_plus, found, &weight, &bias, group.rows_mut(g, y, &mut spare_y), store_y);
+            normalise::<S, X, Y, true>(x_plus, measured, &weight, &bias, group.rows_mut(g, y, &mut spare_y), store_y);
         }
         store.finish();
         store_y.finish();
@@ -127,7 +127,7 @@ multiversion! {
             }
             _ => None,
         };
-        // This buffer holds G in the computing type, if the norm is a curve.
+        // G in the computing type, which only curves need.
         let mut total = memory::filled(X::Acc::ZERO, if bend.is_some() { GROUP * cols } else { 0 });
         let (alpha, beta) = scales(step);
         let (dalpha, dbeta) = (sum_of(grads.dalpha, cols), sum_of(grads.dbeta, cols));
@@ -138,7 +138,7 @@ multiversion! {
         let (spare_x, spare_f, spare_y) = (group.spare::<X>(), group.spare::<F>(), group.spare::<Y>());
         let (mut spare_dx, mut spare_df) = (group.spare_out::<X>(), group.spare_out::<F>());
         for g in 0..group.count() {
-            // An absent matrix has four empty rows.
+            // If a matrix is absent, its four rows are empty slices.
             let dy = group.rows(g, dy, &spare_y);
             let x_plus = if dy[0].is_empty() { [&[][..]; GROUP] } else { group.rows(g, x_plus, &spare_x) };
             let mut row_gradients = [(Measured::NONE, RowGradient::NONE); GROUP];
@@ -156,11 +156,11 @@ multiversion! {
                 let (rows, to) = (group.range(g).len(), split(&mut total, cols));
                 bend.backward::<S, X, Y, X::Acc>(dy, x_plus, dx_plus, rows, to, Store::PLAIN);
                 let none = [&[][..]; GROUP];
-                let sides = StepRows { dx_plus: split_ref(&total, cols), dy: [&[]; GROUP], x_plus: none, x, f };
-                scales.apply::<S, X, F, Y, X::Acc>(&[], row_gradients, sides, bits, dx, store, df, store_f);
+                let inputs = StepRows { dx_plus: split_ref(&total, cols), dy: [&[]; GROUP], x_plus: none, x, f };
+                scales.apply::<S, X, F, Y, X::Acc>(&[], row_gradients, inputs, bits, dx, store, df, store_f);
             } else {
-                let sides = StepRows { dx_plus, dy, x_plus, x, f };
-                scales.apply::<S, X, F, Y, X>(weight.columns(), row_gradients, sides, bits, dx, store, df, store_f);
+                let inputs = StepRows { dx_plus, dy, x_plus, x, f };
+                scales.apply::<S, X, F, Y, X>(weight.columns(), row_gradients, inputs, bits, dx, store, df, store_f);
             }
         }
         store.finish();
@@ -227,13 +227,14 @@ fn add<S: Isa, X: Element, F: Element<Acc = X::Acc>>(
     to.finish();
 }
 
+/// Applies dropout to a block, without its scale: zeroes the numbers whose random bits are below the threshold.
 #[inline(always)]
 fn keep<A: Accumulator, S: Isa>(v: [Of<A, S>; 2], bits: &[u16; PAIR_LANES], threshold: u16) -> [Of<A, S>; 2] {
     let bits = bits.as_chunks().0;
     [v[0].keep(&bits[0], threshold), v[1].keep(&bits[1], threshold)]
 }
 
-/// Copies a group of rows in the way `store`, which may bypass the caches.
+/// Copies a group of rows; `store` decides whether the copy bypasses the caches.
 #[inline(always)]
 fn copy<S: Isa, X: Element>(from: [&[X]; GROUP], to: [&mut [X]; GROUP], store: Store) {
     let mut from = Blocks::of(from);

@@ -1,4 +1,4 @@
-//! Adds the rows of a matrix to a sum, as the gradient of a bias needs.
+//! Adds up the rows of a matrix, for example for the gradient of a bias.
 
 use crate::cpu::pack::{Of, Pack, Store, PAIR_LANES};
 use crate::cpu::{memory, parallel, Accumulator, Element};
@@ -8,11 +8,11 @@ use crate::multiversion;
 use std::ops::Range;
 use tch::{Kind, Tensor};
 
-/// The number of rows that are added up before they are added to the sum. This keeps rounding small: it grows with
-/// the root of the number of terms.
+/// The number of rows that are added to a partial sum before this is added to the total. The rounding error of such a
+/// sum grows more slowly than that of one long sum.
 const TOGETHER: usize = 64;
 
-/// Adds the rows of x (rows, n) to sum (n). A CPU kernel does so if sum has the type in which x is computed (f64 for
+/// Adds the rows of x (rows, n) to sum (n). Uses a CPU kernel if sum has the type in which x is accumulated (f64 for
 /// f64, else f32), otherwise torch. No gradient is recorded.
 pub fn add_rows(sum: &Tensor, x: &Tensor) -> Result<()> {
     let computing = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
@@ -79,8 +79,7 @@ mod tests {
     #[test]
     fn a_sum_of_another_type_is_torch_s() {
         let x = Tensor::ones([3, 40], (Kind::BFloat16, Device::Cpu));
-        // Two bytes per number are half of what the kernel would write, so the second row shows if it wrote beyond
-        // the sum.
+        // The kernel would write four bytes per number, but bf16 has two: it would overwrite the second row.
         let sums = Tensor::zeros([2, 40], (Kind::BFloat16, Device::Cpu));
         add_rows(&sums.get(0), &x).unwrap();
         assert_eq!(Vec::<f32>::try_from(sums.to_kind(Kind::Float).view(-1)).unwrap(), [[3.0; 40], [0.0; 40]].concat());

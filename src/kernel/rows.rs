@@ -13,10 +13,10 @@
 //! ([`residual_step`](super::residual_step)) uses them too. They are compiled per type and instruction set but not
 //! per norm: a norm's formulas give only a few numbers per row, so they are called through [`RowNormFns`].
 //!
-//! Some norms measure nothing: they are curves with learned numbers, x̂ = f(scale·x + shift), [`CurveNorm`]. Their
-//! passes are in [`curve`].
+//! Some norms have no statistics: they are elementwise curves with a learned scale and shift, x̂ = f(scale·x + shift),
+//! [`CurveNorm`]. Their passes are in [`curve`].
 //!
-//! Rows are processed in groups, of as many rows as an instruction set has registers for ([`Isa::ROWS`]). So the
+//! Rows are processed in groups; the number of registers of an instruction set limits their size ([`Isa::ROWS`]). The
 //! coefficients of a column are read, and the sums of its gradients read and written, once for all rows of a group.
 //! After its first pass a group is in the second-level cache or nearer, so only that pass waits for memory, and it
 //! prefetches later rows meanwhile. Sums run over explicit lanes in an order that does not depend on the grouping;
@@ -45,8 +45,8 @@ pub const GROUP: usize = 4;
 
 /// A norm over the last dimension.
 pub trait RowNorm: Copy + Send + Sync + 'static {
-    /// The number of values kept per row for the backward pass. It also tells what the norm measures in a row: 0
-    /// means nothing, 1 its squares (the scale is kept), 2 its moments (the shift and the scale are kept).
+    /// The number of values kept per row for the backward pass. It also determines the sums over a row: none if it is
+    /// 0, the squares if 1 (the scale is kept), both moments if 2 (the shift and the scale are kept).
     const STATS: usize;
 
     /// Returns the shift and the scale of a row; the shift is zero if STATS < 2. Returns `None` if the sums have lost
@@ -70,7 +70,7 @@ pub trait CurveNorm: 'static {
 #[derive(Clone, Copy, Debug)]
 pub struct Sums<A> {
     pub cols: A,
-    /// A guess of the mean, near which squares keep their digits; zero if STATS < 2.
+    /// A guess of the mean. It is subtracted so that the squares lose no digits to cancellation; zero if STATS < 2.
     pub about: A,
     /// Σd with d = x − about; not computed unless STATS is 2.
     pub sum: A,
@@ -93,7 +93,7 @@ pub struct RowGradient<A> {
     pub r: A,
 }
 
-/// A [`RowNorm`] or a [`CurveNorm`] as function pointers, for the kernels.
+/// A [`RowNorm`] or a [`CurveNorm`] as function pointers, so that kernels are not compiled for each norm.
 #[derive(Clone, Copy)]
 pub struct RowNormFns<A> {
     pub stats: usize,
@@ -141,13 +141,14 @@ impl RowNormKernel {
         self.single.stats
     }
 
+    /// Returns the functions for the computing type A.
     pub fn get<A: Accumulator>(&self) -> &RowNormFns<A> {
         let single = (&self.single as &dyn Any).downcast_ref();
         single.or_else(|| (&self.double as &dyn Any).downcast_ref()).expect("A is f32 or f64")
     }
 }
 
-/// The norm y = x, for steps without a norm.
+/// The norm y = x, for residual steps without a norm.
 #[derive(Clone, Copy, Debug)]
 pub struct NoNorm;
 
@@ -185,15 +186,15 @@ multiversion! {
         let (spare, mut spare_out) = (group.spare::<E>(), group.spare_out::<E>());
         for g in 0..group.count() {
             let x = group.rows(g, x, &spare);
-            let found = norm.measure::<S, E>(x, eps);
-            for (r, found) in group.range(g).zip(found) {
-                found.keep(norm.stats, r, stats);
+            let measured = norm.measure::<S, E>(x, eps);
+            for (r, row) in group.range(g).zip(measured) {
+                row.keep(norm.stats, r, stats);
             }
             let y = group.rows_mut(g, y, &mut spare_out);
             if norm.stats < 2 {
-                normalise::<S, E, E, false>(x, found, &weight, &bias, y, store);
+                normalise::<S, E, E, false>(x, measured, &weight, &bias, y, store);
             } else {
-                normalise::<S, E, E, true>(x, found, &weight, &bias, y, store);
+                normalise::<S, E, E, true>(x, measured, &weight, &bias, y, store);
             }
         }
         store.finish();
@@ -228,7 +229,7 @@ multiversion! {
 impl<A: Accumulator> Measured<A> {
     pub const NONE: Self = Measured { shift: A::ZERO, scale: A::ONE };
 
-    /// Writes the values that row `r` keeps for the backward pass, of which there are `count`.
+    /// Writes the `count` values of row `r` that the backward pass needs.
     #[inline(always)]
     pub fn keep(self, count: usize, r: usize, stats: &mut [A]) {
         match count {

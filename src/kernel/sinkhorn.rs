@@ -5,9 +5,9 @@
 //!
 //! Source: deepseek-ai/TileKernels, `sinkhorn_normalize_ref`; Xie et al. 2025, arXiv:2512.24880.
 //!
-//! A division y = x/s, s = Σx + ε, has the gradient dx = (dy − Σ dy·y)/s. The backward pass takes one
-//! group of matrices after the other. It computes M after each division again, so that these stay in the caches; autograd
-//! would keep them for all matrices.
+//! A division y = x/s, s = Σx + ε, has the gradient dx = (dy − Σ dy·y)/s. The backward pass processes one small group
+//! of matrices at a time. For the group it recomputes M after each division, which then stays in the caches; autograd
+//! would store these intermediate results for all matrices.
 
 use crate::cpu::memory::filled;
 use crate::cpu::pack::Isa;
@@ -17,7 +17,7 @@ use crate::multiversion;
 
 pub mod call;
 
-/// One number of each of the matrices that are computed together.
+/// One element, at the same row and column, of each of the matrices that are computed together.
 type Elements<A> = [A; LANES];
 
 /// A division of the columns, or of the rows, of n×n matrices by their sums.
@@ -28,7 +28,7 @@ struct Division {
 }
 
 impl Division {
-    /// Returns the places of the elements of column or row `line`.
+    /// Returns the indices of the elements in column (or row) `line`.
     #[inline(always)]
     fn at(self, line: usize) -> impl Iterator<Item = usize> + Clone {
         let (first, step) = if self.columns { (line, self.n) } else { (line * self.n, 1) };
@@ -42,7 +42,7 @@ fn divisions(n: usize, iterations: usize) -> impl DoubleEndedIterator<Item = Div
 }
 
 multiversion! {
-    /// M of n×n `logits`, matrix by matrix.
+    /// Computes `m` from `logits`, which both consist of n×n matrices.
     pub fn forward[isa S][E: Element](n: usize, iterations: usize, eps: f64, logits: &[E], m: &mut [E]) {
         let (size, eps) = (n * n, E::Acc::from_f64(eps));
         let mut state = filled([E::Acc::ZERO; LANES], size);
@@ -61,13 +61,13 @@ multiversion! {
 }
 
 multiversion! {
-    /// The gradient of `logits` from M's, `dm`.
+    /// Computes the gradient of `logits` from `dm`, the gradient of M.
     pub fn backward[isa S][E: Element](
         n: usize, iterations: usize, eps: f64, dm: &[E], logits: &[E], dlogits: &mut [E],
     ) {
         let (size, eps, count) = (n * n, E::Acc::from_f64(eps), divisions(n, iterations).len());
         let zero = [E::Acc::ZERO; LANES];
-        // M after each division, with the softmax at the start; the divisors of each; the gradient.
+        // The softmax, then M after each division; the divisors of each division; the gradient.
         let (mut states, mut sums, mut g) =
             (filled(zero, size * (count + 1)), filled(zero, n * count), filled(zero, size));
         let all = dm.chunks(size * LANES).zip(logits.chunks(size * LANES)).zip(dlogits.chunks_mut(size * LANES));
@@ -88,13 +88,13 @@ multiversion! {
             for (i, division) in divisions(n, iterations).enumerate().rev() {
                 let state = &states[(i + 1) * size..(i + 2) * size];
                 for line in 0..n {
-                    pull(division.at(line), state, &sums[i * n + line], &mut g);
+                    divide_backward(division.at(line), state, &sums[i * n + line], &mut g);
                 }
             }
-            // A softmax divides, too; its derivative has p as a factor in place of 1/s.
+            // The softmax p has the gradient p·(g − Σ g·p): a division's, with the factor p in place of 1/s.
             let rows = Division { n, columns: false };
             for line in 0..n {
-                pull(rows.at(line), &states[..size], &[E::Acc::ONE; LANES], &mut g);
+                divide_backward(rows.at(line), &states[..size], &[E::Acc::ONE; LANES], &mut g);
             }
             for (g, p) in g.iter_mut().zip(&states[..size]) {
                 for l in 0..LANES {
@@ -118,6 +118,7 @@ fn gather<E: Element>(from: &[E], to: &mut [Elements<E::Acc>]) {
     }
 }
 
+/// Writes the matrices back, one from each lane.
 #[inline(always)]
 fn scatter<E: Element>(from: &[Elements<E::Acc>], to: &mut [E]) {
     for (l, matrix) in to.chunks_exact_mut(from.len()).enumerate() {
@@ -161,7 +162,7 @@ fn add<A: Accumulator>(state: &mut [Elements<A>], eps: A) {
     }
 }
 
-/// Divides the elements at these places by their sum + ε, and returns this divisor.
+/// Divides the elements at these indices by their sum + ε, and returns this divisor.
 #[inline(always)]
 fn divide<A: Accumulator>(at: impl Iterator<Item = usize> + Clone, eps: A, state: &mut [Elements<A>]) -> Elements<A> {
     let mut sum = [A::ZERO; LANES];
@@ -181,9 +182,9 @@ fn divide<A: Accumulator>(at: impl Iterator<Item = usize> + Clone, eps: A, state
     sum
 }
 
-/// Replaces the gradients of the quotients y at these places by those of what was divided: (g − Σ g·y)/s.
+/// Computes the gradient of [`divide`]: replaces g, the gradient of y = x/s at these indices, by x's, (g − Σ g·y)/s.
 #[inline(always)]
-fn pull<A: Accumulator>(
+fn divide_backward<A: Accumulator>(
     at: impl Iterator<Item = usize> + Clone,
     y: &[Elements<A>],
     s: &Elements<A>,

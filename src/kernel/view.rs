@@ -1,9 +1,10 @@
-//! A tensor in the form for kernels: a matrix in memory, whose type is known at run time.
+//! The form in which kernels receive a tensor: a matrix in memory, with a dtype that is known at run time.
 
 use crate::host::has_memory;
 use tch::{Device, Kind, Tensor};
 
-/// A matrix: `rows` rows of `cols` numbers, `stride` apart. `data` is null if the tensor is absent.
+/// A matrix of `rows` rows, each of `cols` numbers. Rows start `stride` numbers apart. `data` is null if the tensor is
+/// absent.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct View {
@@ -11,7 +12,7 @@ pub struct View {
     pub rows: i64,
     pub cols: i64,
     pub stride: i64,
-    /// The code of the type, as in [`by_dtype!`](crate::kernel::view::by_dtype); 4 is int64 and 5 a byte.
+    /// The code of the dtype, as in [`by_dtype!`](crate::kernel::view::by_dtype); 4 is int64, and 5 is a byte.
     pub dtype: i32,
 }
 
@@ -46,7 +47,7 @@ impl View {
         self.cols as usize
     }
 
-    /// Returns the number of elements from the first to the last, gaps between rows included.
+    /// Returns the number of elements from the first to the last, including the gaps between rows.
     fn len(&self) -> usize {
         match (self.rows, self.cols) {
             (0, _) | (_, 0) => 0,
@@ -60,7 +61,7 @@ impl View {
         std::ptr::slice_from_raw_parts(self.data, self.len() * each)
     }
 
-    /// Returns the numbers from the first to the last, gaps between rows included; empty if the tensor is absent.
+    /// Returns the numbers from the first to the last, including the gaps between rows; empty if the tensor is absent.
     ///
     /// # Safety
     /// The view's dtype is T, the caller of the kernel keeps the tensor alive for `'a`, and nobody writes it meanwhile.
@@ -71,6 +72,8 @@ impl View {
         std::slice::from_raw_parts(self.data.cast(), self.len())
     }
 
+    /// Returns a writable [`slice`](Self::slice).
+    ///
     /// # Safety
     /// The conditions of [`slice`](Self::slice) hold, and this is the tensor's only slice.
     pub unsafe fn slice_mut<'a, T>(&self) -> &'a mut [T] {

@@ -45,7 +45,7 @@ impl Pack<f32> for F32x16 {
     #[inline(always)]
     fn load<E: Element<Acc = f32>>(from: &[E; WIDTH]) -> Self {
         let at = from.as_ptr();
-        // SAFETY: see the head of this file; the casts are between one type and itself.
+        // SAFETY: see the head of this file; `is` checks E before the pointer is cast.
         F32x16(unsafe {
             if is::<E, f32>() {
                 _mm512_loadu_ps(at.cast())
@@ -96,7 +96,7 @@ impl Pack<f32> for F32x16 {
         let [F32x16(low), F32x16(high)] = block;
         let at = to.as_mut_ptr();
         let streams = how.streams(at);
-        // SAFETY: see the head of this file; the casts are between one type and itself, and a block that `streams`
+        // SAFETY: see the head of this file; `is` checks E before the pointer is cast. If `streams` is true, the block
         // starts on a cache line.
         unsafe {
             if is::<E, f32>() {
@@ -175,6 +175,8 @@ fn round_bf16(v: __m512) -> __m256i {
     _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded))
 }
 
+/// Returns the sum of the eight lanes.
+///
 /// # Safety
 /// The processor has AVX.
 #[inline]
@@ -197,7 +199,7 @@ impl Pack<f32> for F32x8x2 {
     #[inline(always)]
     fn load<E: Element<Acc = f32>>(from: &[E; WIDTH]) -> Self {
         let at = from.as_ptr();
-        // SAFETY: see the head of this file; the casts are between one type and itself.
+        // SAFETY: see the head of this file; `is` checks E before the pointer is cast.
         F32x8x2(unsafe {
             if is::<E, f32>() {
                 [_mm256_loadu_ps(at.cast()), _mm256_loadu_ps(at.cast::<f32>().add(8))]
@@ -249,7 +251,7 @@ impl Pack<f32> for F32x8x2 {
         let [F32x8x2([a, b]), F32x8x2([c, d])] = block;
         let at = to.as_mut_ptr();
         let streams = how.streams(at);
-        // SAFETY: see the head of this file; the casts are between one type and itself, and a block that `streams`
+        // SAFETY: see the head of this file; `is` checks E before the pointer is cast. If `streams` is true, the block
         // starts on a cache line.
         unsafe {
             if is::<E, f32>() {
@@ -288,6 +290,8 @@ impl Pack<f32> for F32x8x2 {
     }
 }
 
+/// Loads eight bf16 numbers as f32.
+///
 /// # Safety
 /// The processor has AVX2, and eight numbers lie at `from`.
 #[inline]
@@ -335,6 +339,7 @@ fn round8_bf16(v: __m256) -> __m256i {
     _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)))
 }
 
+/// Rounds to bf16 as [`round8_bf16`] does, but a NaN stays a NaN.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn round8_bf16_or_nan(v: __m256) -> __m256i {

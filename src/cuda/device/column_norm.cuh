@@ -5,7 +5,7 @@
 //   moved(Batch, State, Options)    returns the state after an accepted batch
 // These functions compute in double, because they run only once per column.
 
-// The measured statistics of a batch; not set in evaluation.
+// The measured statistics of a batch. The means are 0 if nothing was measured.
 struct Batch {
   double count, rows;    // the number of real rows, and of all rows
   double mean, square;   // over real rows; square is the mean of (x - mean)^2

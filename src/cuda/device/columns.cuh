@@ -1,7 +1,7 @@
 // Norms with column statistics (column_norm.cuh): the passes over rows.
 //   y = w*xhat + b,  xhat = (x - shift)*scale;  dx = p*dy - q*xhat - r
-// A block takes a slab of rows and a tile of 32 chunks of columns; each of its eight warps takes every eighth row.
-// The order of additions depends only on the number of rows, so neither the device nor the alignment changes a
+// A block processes a slab of rows and a tile of 32 chunks of columns; each of its eight warps processes every eighth
+// row. The order of additions depends only on the number of rows, so neither the device nor the alignment changes a
 // result. K_X: the storage type of x, y and their gradients.
 
 struct Rows {
@@ -12,7 +12,7 @@ struct Rows {
   DEV bool real(i64 row) const { return !pad || !pad[row]; }
 };
 
-// The part of a thread: its chunk of columns, and its slab of rows.
+// The chunk of columns and the slab of rows that a thread processes.
 struct Place {
   int lane, warp, chunk;
   i64 slab, first, end;  // the slab's rows; none if the chunk lies past the last column
@@ -39,8 +39,8 @@ static DEV Values given(const f32* p, int chunk, f32 absent) { return p ? load<f
 // ROUND rows are summed in f32 before their sum is added in double; ABREAST rows are loaded at the same time.
 enum { ROUND = 32, ABREAST = 4 };
 
-// Computes N sums over the rows from `first` to `end` for each lane, and gives them to all warps; all threads must
-// call. work(row, load(row), sums) adds one row. `shared` holds N*THREADS numbers.
+// Computes N sums over the rows from `first` to `end` for each lane; every warp gets the totals. All threads must call.
+// work(row, load(row), sums) adds one row. `shared` holds N*THREADS numbers.
 template <int N, class Load, class Work>
 static DEV void over_rows(
     const Place& p, i64 first, i64 end, double* shared, double (&sums)[N], Load load, Work work) {
@@ -75,8 +75,8 @@ static DEV void over_rows(
   __syncthreads();
 }
 
-// A row's numbers as they are stored, and true if the row is real. Padding is loaded too and left out of the sums, so
-// that loads need not wait for the mask.
+// A chunk of a row in the storage type, and true if the row is real. Padding is loaded too but not summed, so that
+// loads need not wait for the mask.
 struct Read {
   Pack<K_X, VEC> x, dy;
   bool real;
@@ -87,7 +87,7 @@ static DEV Values widened(const Pack<K_X, VEC>& pack) {
   return found;
 }
 
-// The arguments to write y in the pass that measures x, which is possible if y does not depend on the batch.
+// The arguments for writing y already in the pass that measures x, which is possible if y does not depend on the batch.
 struct Ahead {
   const K_STATE* first;  // the running statistics
   const i64* iters;
@@ -97,6 +97,7 @@ struct Ahead {
   Options options;
 };
 
+// Writes a chunk of y, or zeros if the row is not real.
 static DEV void write(void* to, i64 at, const Values& x, const Values& shift, const Values& scale,
                       const Values& weight, const Values& bias, bool real) {
   Values y;
@@ -205,9 +206,9 @@ KERNEL(THREADS, columns_normalise, Normalise) {
 struct Slope {
   double p, q, r;
 };
-// Returns the coefficients if xhat's statistics are not the batch's own: q follows from PowerNorm's nu before its
-// update.
+// Returns the coefficients for statistics that do not come from the batch: q uses PowerNorm's nu before its update.
 static DEV Slope slope_ahead(double weight, double scale, double nu) { return Slope{weight * scale, scale * nu, 0.0}; }
+// Writes a chunk of dx, or zeros if the row is not real. `slope` holds p, q and r.
 static DEV void write_gradient(
     void* to, i64 at, const Values& dy, const Values& hat, const Values (&slope)[3], bool real) {
   Values dx;
@@ -231,7 +232,7 @@ struct GradientSums {
   Rows rows;
   const f32* stats;
   f32* partial;  // per slab and column, the sums over its real rows of dy and of dy*xhat
-  // The arguments to write dx in the same pass, which is possible if dx does not depend on these sums.
+  // The arguments for writing dx in the same pass, which is possible if dx does not depend on these sums.
   const f32* weight;
   const K_STATE* second;  // PowerNorm's nu in training; null otherwise
   double alpha_bwd;

@@ -6,16 +6,16 @@
 //   scale(Length, cols, eps)            returns the scale from the length of x - shift
 //   pull(scale, cols, eps, sum_gx)      returns pull from the sum of g*xhat
 // The length is sqrt(sum x^2), and xhat is its derivative up to a factor; lp_norm.rs has other lengths (K_ORDER). A
-// curve, which measures nothing, is a struct Norm : Curve with
-//   value(z), slope(z, value)           return f and f' of z = scale*x + shift, two learned numbers; xhat = f(z)
+// curve, which has no statistics, is a struct Norm : Curve with
+//   value(z), slope(z, value)           return f and f' of z = scale*x + shift, with learned scale, shift; xhat = f(z)
 // With u = g*f'(z) its gradients are dx = scale*u, the sum of u*x for scale, and the sum of u for shift.
 
-// The length of a row as a product, unit*root, because the length or its square may leave f32's range.
+// The length of a row as a product, unit*root, because the length or its square may overflow or underflow in f32.
 struct Length {
   f32 unit, root;
 };
 
-// The base of a norm that is no curve.
+// The base of a norm that is not a curve.
 struct Straight {
   enum { CURVED = 0 };
   static DEV f32 value(f32 z) { return z; }

@@ -1,9 +1,10 @@
 // A scale or shift per column: absent, one number, or one number per column; and its gradient, a sum over rows. A
-// thread keeps up to HELD chunks of a row in registers; with HELD = 0, rows do not fit and are read again. FULL means
-// that every thread has exactly HELD chunks.
+// thread keeps up to HELD chunks of a row in registers. HELD = 0 means that rows do not fit and are read again. FULL
+// means that every thread has exactly HELD chunks.
 enum { NONE = 0, ONE = 1, EACH = 2 };
 enum { HELD = K_HELD, FULL = K_FULL };
 
+// Returns a chunk of the parameter p of this kind: `absent` for every column if there is no parameter.
 template <int KIND, class T>
 static DEV Values values(const T* p, int chunk, f32 absent) {
   Values found;
@@ -18,7 +19,7 @@ static DEV Values values(const T* p, int chunk, f32 absent) {
   return found;
 }
 
-// Calls work(place in registers, chunk) for each of a thread's chunks in a row.
+// Calls work(i, chunk) for each of a thread's chunks in a row, where i is the chunk's index in the registers.
 template <class Work>
 static DEV void each_chunk(int lane, int chunks, Work work) {
   if constexpr (HELD > 0) {
@@ -31,9 +32,9 @@ static DEV void each_chunk(int lane, int chunks, Work work) {
   }
 }
 
-// A sum over the rows of a block. Each thread keeps its own sums in registers. If registers are too few, the sums lie
-// in the block's row of the workspace: no two threads share a column there, and chunks are read and written 16 bytes
-// at a time.
+// A sum over the rows of a block. Each thread keeps its own sums in registers. If there are too few registers, the sums
+// are in the block's row of the workspace: no two threads share a column there, and chunks are read and written 16
+// bytes at a time.
 template <int KIND>
 struct Sum {
   f32 kept[KIND == EACH && HELD > 0 ? HELD : 1][KIND == EACH && HELD > 0 ? VEC : 1];

@@ -1,4 +1,4 @@
-// Philox4x32-10, with the numbers of src/cpu/philox.rs: element (row, column) takes half word column mod 8 of the
+// Philox4x32-10, with the numbers of src/cpu/philox.rs: element (row, column) uses half word (column mod 8) of the
 // block with counter (column/8, row, site | micro_batch·2^16, update). So the CPU and the GPU drop the same elements.
 struct Dropout {
   const i64* seed;  // (seed, update, micro-batch), on the device
@@ -39,7 +39,7 @@ struct Mask {
     philox(c, key[0], key[1]);
   }
 
-  // Zeroes the dropped ones of N columns, which begin at column chunk·N.
+  // Zeroes the dropped elements among N columns of a row, from column chunk·N on.
   template <int N>
   DEV void apply(i64 row, int chunk, f32 (&v)[N]) const {
     static_assert(N == 1 || N == 4 || N == 8, "packs lie within a block");

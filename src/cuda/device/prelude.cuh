@@ -45,7 +45,7 @@ struct f16 {
   }
 };
 
-// N neighbouring numbers of a row, which move together: one, or as many as fill whole words, 16 bytes at a time.
+// N neighbouring numbers of a row, loaded and stored together: one number, or whole words, up to 16 bytes at a time.
 template <class T, int N>
 struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Pack {
   u32 words[N * sizeof(T) / 4];
@@ -89,8 +89,8 @@ static DEV void narrow(const f32 (&v)[N], Pack<T, N>& p) {
   }
 }
 
-// Loads and stores packs 16 bytes at a time; if a struct were copied whole, the compiler might move its members
-// singly.
+// Loads or stores a pack 16 bytes at a time. If the struct were copied whole, the compiler might copy its members one
+// by one.
 template <class P>
 static DEV P fetch(const P* from) {
   P pack;

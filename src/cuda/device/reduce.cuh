@@ -1,5 +1,5 @@
-// A block has K_ROWS rows of K_LANES threads; K_ROWS is 1 if a row takes more than one warp. The threads of a row add
-// or compare their values in an order that depends only on K_LANES.
+// A block has K_ROWS rows of K_LANES threads; K_ROWS is 1 if a row has more than one warp. The threads of a row add or
+// compare their values in an order that depends only on K_LANES.
 enum { LANES = K_LANES, ROWS = K_ROWS, THREADS = LANES * ROWS, WARPS = LANES / 32 };
 
 struct Add {
@@ -25,7 +25,7 @@ struct Team {
 
   DEV Team(f32* shared) : shared(shared), lane(threadIdx.x % LANES), row(threadIdx.x / LANES), buffer(0) {}
 
-  // Combines v over the row's threads; all of them must call, and all get the result.
+  // Combines each v[k] over the row's threads. All of them must call, and all get the result.
   template <class Operation, int N>
   DEV void combine(f32 (&v)[N]) {
     static_assert(N <= MOST, "shared has no room");

@@ -2,10 +2,10 @@
 //   x_plus = alpha*x + beta*drop(f),  y = N(x_plus)        with K_STEP = 1; x_plus = x with K_STEP = 0
 //   dx = alpha*G,  df = beta*drop(G),  G = dx_plus + N'(dy)
 //   dw = sum dy*xhat,  db = sum dy,  dalpha = sum G*x,  dbeta = sum G*drop(f)      over rows
-// and the gradients of a curve's two numbers (norm.cuh). K_BACKWARD: 1 compiles the backward kernel, 0 the forward
+// and the gradients of a curve's scale and shift (norm.cuh). K_BACKWARD: 1 compiles the backward kernel, 0 the forward
 // kernel. K_X, K_F, K_Y, K_P: the storage types of the residual stream, the branch, y, and the norm's weight and
 // bias; other parameters are f32. K_WEIGHT, K_BIAS, K_ALPHA, K_BETA: the kinds of parameters (parameter.cuh). y is
-// computed from x_plus after its rounding to K_X, which the backward pass reads.
+// computed from x_plus after its rounding to K_X, because the backward pass reads the rounded x_plus.
 
 // A thread's chunks of a row: kept in registers, or, if they do not fit, read again at each use.
 template <class T>
@@ -32,7 +32,7 @@ struct Row {
 constexpr bool NORMED = Norm::STATS > 0 || Norm::CURVED;
 enum { OF_CURVE = Norm::CURVED };  // the kind of a curve's numbers: ONE for a curve, else NONE
 
-// Returns a curve's scale and shift in the place of a row's. A missing shift is -0, because adding -0 changes
+// Returns a curve's scale and shift, which are the same for all rows. A missing shift is -0, because adding -0 changes
 // nothing.
 static DEV Row learned(const f32* const (&numbers)[2]) {
   return Row{numbers[1] ? *numbers[1] : -0.f, *numbers[0]};
@@ -79,8 +79,8 @@ static DEV f32 root_of(f32 sum) {
     return powf(sum, 1.f / ORDER);
 }
 
-// Returns the row's sum of x (POWER 1) or of the length's terms of x - shift (POWER 2); with UNITS, x is first
-// multiplied by `inverse`.
+// Returns the row's sum of x (POWER 1), or the sum of with_power(x - shift) whose root is the length (POWER 2). If
+// UNITS is true, x is first multiplied by `inverse`.
 template <int POWER, bool UNITS>
 static DEV f32 moment(Team& team, const Line<K_X>& line, int chunks, f32 inverse, f32 shift) {
   f32 sum[1] = {0.f};
@@ -112,6 +112,7 @@ static DEV f32 unit_of(Team& team, const Line<K_X>& line, int chunks) {
   return EUCLIDEAN ? __uint_as_float(__float_as_uint(most[0]) & 0x7f800000u) : most[0];
 }
 
+// Returns the shift and the scale of a row.
 static DEV Row measure(Team& team, const Line<K_X>& line, int chunks, f32 eps) {
   const f32 cols = (f32)(chunks * VEC);
   f32 unit = 1.f;

@@ -24,7 +24,7 @@ struct Merge {
 // The number of slabs that a warp loads at the same time.
 enum { ON_THEIR_WAY = 8 };
 
-// Merges the slabs. A block takes 32 columns, and each of its eight warps takes every eighth slab.
+// Merges the slabs. A block processes 32 columns, and each of its eight warps every eighth slab.
 KERNEL(THREADS, columns_merge, Merge) {
   SHARED(Moments, shared, THREADS);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
@@ -61,7 +61,7 @@ KERNEL(THREADS, columns_merge, Merge) {
   if (a.count && column == 0) *a.count = found.count;
 }
 
-// Returns true if no thread refuses; all threads must call.
+// Returns true if `refused` is false in every thread. All threads must call.
 static DEV bool agreed(Team& team, bool refused) {
   f32 any[1] = {refused ? 1.f : 0.f};
   team.combine<Largest>(any);
@@ -79,7 +79,8 @@ struct Settle {
   double largest;  // the largest number that the buffers can hold
 };
 
-// It runs in one block, so that either all columns accept a batch or none does.
+// Chooses the statistics of xhat and updates the state. One block runs, so that either all columns accept a batch or
+// none does.
 KERNEL(THREADS, columns_settle, Settle) {
   SHARED(f32, shared, 2 * MOST * WARPS);
   Team team(shared);
@@ -123,6 +124,7 @@ struct Found {
   double second;  // nu after this batch
 };
 
+// Returns column c's coefficients of dx, and its nu after this batch.
 static DEV Found slope(const Slopes& a, int c) {
   const auto stat = [&](int i) { return (double)a.stats[(i64)i * a.cols + c]; };
   const double weight = a.weight ? a.weight[c] : 1.0, scale = stat(SLOPE), share = stat(SHARE);
@@ -135,8 +137,8 @@ static DEV Found slope(const Slopes& a, int c) {
   return Found{found, old + lambda - nu * stat(GAMMA)};
 }
 
-// Computes p, q and r of dx, and updates PowerNorm's nu. It runs in one block, for the reason given at
-// columns_settle.
+// Computes p, q and r of dx, and updates PowerNorm's nu. One block runs, so that either all columns update nu or none
+// does.
 KERNEL(THREADS, columns_slopes, Slopes) {
   SHARED(f32, shared, 2 * MOST * WARPS);
   Team team(shared);

@@ -1,5 +1,5 @@
-// The second stage of a sum over rows: adds up partial[block][column] over all blocks, always in the same order. A
-// block takes 32 columns; each of its eight warps takes every eighth row of `partial`. Neighbouring columns may
+// The second stage of a sum over rows: adds up partial[block][column] over all blocks, always in the same order. Here a
+// block processes 32 columns, and each of its eight warps every eighth row of `partial`. Neighbouring columns may
 // belong to different outputs.
 struct Output {
   void* to;

@@ -61,12 +61,13 @@ device_struct! {
     }
 }
 
+/// Computes the update on a GPU.
 pub fn launch(device: Device, buffers: &Buffers<View>, settings: &Coefficients) -> Result<()> {
     let Buffers { parameters, first, second, gradients, grad_scale, step_size, keep } = buffers;
     let Coefficients { beta1, beta2, eps, rounding } = *settings;
-    let four = |n: i64| n % 4 == 0;
-    let is_wide = aligned(&[parameters, first, second, gradients]) && four(parameters.cols);
-    let vec = if is_wide && four(rounding.first as i64) { 4 } else { 1 };
+    let is_multiple_of_4 = |n: i64| n % 4 == 0;
+    let is_wide = aligned(&[parameters, first, second, gradients]) && is_multiple_of_4(parameters.cols);
+    let vec = if is_wide && is_multiple_of_4(rounding.first as i64) { 4 } else { 1 };
     let count = parameters.rows * parameters.cols / vec;
     let arguments = AdamArguments {
         parameters: parameters.data,
@@ -91,8 +92,8 @@ pub fn launch(device: Device, buffers: &Buffers<View>, settings: &Coefficients) 
     let grid = grid_of_chunks(count);
     let options =
         format!("-DK_VEC={vec} -DK_FIRST={} -DK_SECOND={}", type_name(first.dtype)?, type_name(second.dtype)?);
-    // SAFETY: the operator's table guarantees that the buffers are contiguous and of one length, parameters and
-    // gradients f32, the moments of these types, and the numbers f32 on their device.
+    // SAFETY: the operator's declaration guarantees that the buffers are contiguous and of one length, parameters and
+    // gradients f32, the moments of these types, and the single numbers f32 on the same device.
     unsafe { cuda::launch(device, &PROGRAM, &options, "adam", grid, &arguments) }
 }
 
@@ -102,20 +103,20 @@ pub fn composed(buffers: &Buffers<Tensor>, settings: &Coefficients) -> Result<()
     let Coefficients { beta1, beta2, eps, rounding } = settings;
     let finite = grad_scale.f_isfinite()?;
     // Writes `new` to `to`, or leaves `to` as it is if the gradient scale is not finite.
-    let settle = |to: &Tensor, new: &Tensor| -> Result<()> {
+    let write_if_finite = |to: &Tensor, new: &Tensor| -> Result<()> {
         to.shallow_clone().f_copy_(&new.f_where_self(&finite, to)?)?;
         Ok(())
     };
-    let wide = |moment: &Tensor| moment.f_to_kind(parameters.kind());
+    let widened = |moment: &Tensor| moment.f_to_kind(parameters.kind());
     let d = gradients.f_mul(grad_scale)?;
-    let m = wide(first)?.f_mul_scalar(*beta1)?.f_add(&d.f_mul_scalar(1.0 - beta1)?)?;
-    let v = wide(second)?.f_mul_scalar(*beta2)?.f_add(&d.f_square()?.f_mul_scalar(1.0 - beta2)?)?;
-    let moved = m.f_mul(step_size)?.f_div(&v.f_sqrt()?.f_add_scalar(*eps)?)?;
-    settle(parameters, &parameters.f_mul(keep)?.f_sub(&moved)?)?;
+    let m = widened(first)?.f_mul_scalar(*beta1)?.f_add(&d.f_mul_scalar(1.0 - beta1)?)?;
+    let v = widened(second)?.f_mul_scalar(*beta2)?.f_add(&d.f_square()?.f_mul_scalar(1.0 - beta2)?)?;
+    let change = m.f_mul(step_size)?.f_div(&v.f_sqrt()?.f_add_scalar(*eps)?)?;
+    write_if_finite(parameters, &parameters.f_mul(keep)?.f_sub(&change)?)?;
     for (moment, new, number) in [(first, m, 0), (second, v, 1)] {
         match moment.kind() {
-            Kind::BFloat16 => settle(moment, &rounded(&new, rounding, number)?)?,
-            _ => settle(moment, &new)?,
+            Kind::BFloat16 => write_if_finite(moment, &rounded(&new, rounding, number)?)?,
+            _ => write_if_finite(moment, &new)?,
         }
     }
     let _ = gradients.shallow_clone().f_zero_()?;

@@ -33,8 +33,8 @@ pub fn forward(a: &AttentionViews, out: &View, lse: &View) -> Result<()> {
     by_dtype!(a.q, E => forward_typed::<E>(a, out, lse))
 }
 
-/// Computes dq, dk and dv from the forward pass's lse. If lse was computed from more than these keys, `shares` holds the
-/// sum of each query's weights over these keys, in the shape of lse.
+/// Computes dq, dk and dv from the forward pass's lse. If lse was computed from more than these keys, `shares` holds
+/// the sum of each query's weights over these keys, in the shape of lse.
 pub fn backward(
     a: &AttentionViews,
     dout: &View,
@@ -49,7 +49,7 @@ impl AttentionViews {
     /// Returns the sequences of `ranges` after checking them. `keys_too` is true if gradients of keys are written as
     /// well.
     fn sequences(&self, keys_too: bool) -> Result<Vec<Sequence>> {
-        // SAFETY: the operator's table says that ranges is an int64 matrix with four columns, contiguous.
+        // SAFETY: the operator's declaration guarantees that ranges is a contiguous int64 matrix with four columns.
         sequences(unsafe { self.ranges.slice::<i64>() }, [self.q.rows, self.k.rows], keys_too)
     }
 
@@ -60,8 +60,8 @@ impl AttentionViews {
     }
 }
 
-/// Checks ranges and returns their sequences. They must lie inside the rows of queries and keys. Their queries must
-/// be in order and disjoint, because several threads write them; with `keys_too`, the same holds for their keys.
+/// Checks ranges and returns their sequences. Sequences must be inside the rows of queries and keys. Their query rows
+/// must be in order and disjoint, because several threads write them; with `keys_too`, their key rows too.
 pub(super) fn sequences(ranges: &[i64], [q_rows, k_rows]: [i64; 2], keys_too: bool) -> Result<Vec<Sequence>> {
     let (mut q_end, mut k_end) = (0, 0);
     let beyond = |start: i64, len: i64, rows: i64| len > rows || start > rows - len;
@@ -103,8 +103,8 @@ fn grain(sequences: &[Sequence]) -> usize {
 
 fn forward_typed<E: Element>(a: &AttentionViews, out: &View, lse: &View) -> Result<()> {
     let (attention, sequences) = (a.attention(), a.sequences(false)?);
-    // SAFETY: the operator's table guarantees dtypes and widths; out and lse are fresh, and sequences have disjoint
-    // query rows.
+    // SAFETY: the operator's declaration guarantees dtypes and widths; out and lse are fresh, and sequences have
+    // disjoint query rows.
     unsafe {
         if sequences.iter().map(|s| s.q_len).sum::<usize>() < a.q.rows() {
             out.slice_mut::<E>().fill(E::default()); // rows in no sequence

@@ -60,8 +60,8 @@ pub fn composed(
     if [n, q_len, k_len].contains(&0) {
         return Ok(q.f_mul_scalar(0.0)?);
     }
-    // The rows of a tensor (sequence, position). A position past a sequence's end reads the sequence's first row (row
-    // 0 if the sequence is empty), and is masked.
+    // Returns the row to read for each (sequence, position). A position past a sequence's end reads the sequence's
+    // first row (row 0 if the sequence is empty), and is masked.
     let rows = |range: fn(&Sequence) -> (usize, usize), longest: usize| -> Result<Tensor> {
         let mut rows = memory::reserved::<i64>(n.saturating_mul(longest));
         rows.extend(sequences.iter().map(range).flat_map(|(start, len)| {
@@ -76,6 +76,7 @@ pub fn composed(
         let past = move |i: usize, j: usize| j + s.q_len <= i + s.k_len;
         (0..q_len).flat_map(move |i| (0..k_len).map(move |j| j < s.k_len && (!a.causal || past(i, j))))
     }));
+    // The indices of real queries among the n·q_len padded positions.
     let mut real = memory::reserved::<i64>(sequences.iter().map(|s| s.q_len).sum());
     real.extend(sequences.iter().enumerate().flat_map(|(i, s)| (0..s.q_len).map(move |t| (i * q_len + t) as i64)));
     let (n, q_len, k_len) = (n as i64, q_len as i64, k_len as i64);

@@ -12,14 +12,15 @@ pub struct Matrix<'a, E> {
 }
 
 impl<'a, E> Matrix<'a, E> {
+    /// Returns `cols` numbers of a row, from column `from` on.
     #[inline(always)]
     pub(super) fn row(&self, row: usize, from: usize, cols: usize) -> &'a [E] {
         &self.data[row * self.stride + from..][..cols]
     }
 }
 
-/// A writable [`Matrix`]. It holds a pointer instead of a slice, because dQ, dK and dV may interleave in one tensor,
-/// of whose rows each thread writes some.
+/// A writable [`Matrix`]. It holds a pointer instead of a slice, because dQ, dK and dV may be columns of one tensor,
+/// and threads write different rows of it.
 #[derive(Clone, Copy, Debug)]
 pub struct MatrixMut<E> {
     data: *mut E,
@@ -41,6 +42,7 @@ impl<E> MatrixMut<E> {
         MatrixMut { data, len, stride }
     }
 
+    /// Returns `cols` numbers of a row for writing, from column `from` on.
     #[inline(always)]
     pub(super) fn row(&mut self, row: usize, from: usize, cols: usize) -> &mut [E] {
         let start = row * self.stride + from;
@@ -50,7 +52,7 @@ impl<E> MatrixMut<E> {
     }
 }
 
-/// Applies `f` to sixteen values. All values are read before any is written, so the compiler need not expect overlap.
+/// Applies `f` to sixteen values. The result is a new array, so the compiler knows that it does not overlap `x`.
 #[inline(always)]
 fn each<T: Copy, A: Accumulator>(x: [T; LANES], f: impl Fn(T) -> A) -> [A; LANES] {
     let mut y = [A::ZERO; LANES];
@@ -60,8 +62,8 @@ fn each<T: Copy, A: Accumulator>(x: [T; LANES], f: impl Fn(T) -> A) -> [A; LANES
     y
 }
 
-/// Loads one head's columns of some rows into `to`: widened, multiplied by `scale`, and `width` apart. Padding is not
-/// written.
+/// Copies one head's columns (`d`, from `column` on) of some rows to `to`, widened and multiplied by `scale`. Rows of
+/// `to` are `width` apart; their padding is not written.
 #[inline(always)]
 pub(super) fn load<E: Element>(
     from: &Matrix<E>,

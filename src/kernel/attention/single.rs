@@ -2,7 +2,7 @@
 //!
 //! > o_i = Σ_j softmax_j(scale·q_i·k_j) v_j over the rows j that query i reads, per head
 //!
-//! Scores may be capped, and a head may have a sink logit beside its keys' scores.
+//! Scores may be soft-capped, and a head may have a sink logit, which its softmax includes beside the keys' scores.
 //!
 //! A head's keys are read once for its scores, and its values once for the sum; nothing is copied or transposed. If
 //! there are fewer heads of keys than of queries, neighbouring query heads share one head of keys. A query that reads
@@ -40,6 +40,7 @@ struct Heads {
 }
 
 multiversion! {
+    /// Writes the outputs of a range of queries.
     fn forward[isa S][E: Element](
         heads: Heads,
         queries: Range<usize>,
@@ -54,11 +55,11 @@ multiversion! {
         let mut out = out;
         let scale = E::Acc::from_f64(scale);
         let longest = queries.clone().map(|i| reads.offsets[i + 1] - reads.offsets[i]).max().unwrap_or(0);
-        let beside = usize::from(sinks.is_some());
-        let mut scores = Aligned::<E::Acc>::new((longest + beside).next_multiple_of(LANES));
+        let sink_count = usize::from(sinks.is_some());
+        let mut scores = Aligned::<E::Acc>::new((longest + sink_count).next_multiple_of(LANES));
         for i in queries {
             let rows = &reads.rows[reads.offsets[i]..reads.offsets[i + 1]];
-            let lanes = (rows.len() + beside).next_multiple_of(LANES);
+            let lanes = (rows.len() + sink_count).next_multiple_of(LANES);
             for head in 0..count {
                 let from = head / shared * d;
                 let query = q.row(i, head * d, d);
@@ -74,7 +75,7 @@ multiversion! {
                 }
                 let total = softmax::<E::Acc, S>(&mut scores[..lanes]);
                 let factor = if total == E::Acc::ZERO { E::Acc::ZERO } else { E::Acc::ONE / total };
-                weighted::<E, S>(&scores, rows, &v, from, factor, out.row(i, head * d, d));
+                write_weighted_sum::<E, S>(&scores, rows, &v, from, factor, out.row(i, head * d, d));
             }
         }
     }
@@ -101,18 +102,19 @@ fn dot<E: Element, S: Isa>(q: &[E], k: &[E]) -> E::Acc {
 fn softmax<A: Accumulator, S: Isa>(scores: &mut [A]) -> A {
     let lowest = A::from_f64(f64::NEG_INFINITY);
     let scores = scores.as_chunks_mut::<LANES>().0;
-    let mut most = [lowest; LANES];
+    let mut maxima = [lowest; LANES];
     for s in scores.iter() {
         for l in 0..LANES {
-            most[l] = s[l].max(most[l]);
+            maxima[l] = s[l].max(maxima[l]);
         }
     }
-    let most = max(most);
-    let most = if most == lowest { A::ZERO } else { most };
+    let largest = max(maxima);
+    // If all scores are −∞, any finite number gives the sum 0.
+    let shift = if largest == lowest { A::ZERO } else { largest };
     let mut totals = [A::ZERO; LANES];
     for s in scores {
         for l in 0..LANES {
-            s[l] = exp::<A, S>(s[l] - most);
+            s[l] = exp::<A, S>(s[l] - shift);
             totals[l] += s[l];
         }
     }
@@ -121,7 +123,7 @@ fn softmax<A: Accumulator, S: Isa>(scores: &mut [A]) -> A {
 
 /// Computes out ← factor·Σ_j w_j v_j over one head's columns.
 #[inline(always)]
-fn weighted<E: Element, S: Isa>(
+fn write_weighted_sum<E: Element, S: Isa>(
     weights: &[E::Acc],
     rows: &[u32],
     v: &Matrix<E>,
@@ -210,7 +212,7 @@ mod tests {
         (0..OFFSETS[5]).map(|i| (i * 7 % KEYS as usize) as u32).collect()
     }
 
-    /// Computes the composed form on keys and values that are first gathered, and repeated if heads share them.
+    /// Gathers the keys and values that queries read, repeats heads that are shared, and computes the composed form.
     fn gathered([q, k, v]: [&Tensor; 3], heads: i64, scale: f64, extras: &Extras) -> Tensor {
         let index = Tensor::from_slice(&rows().iter().map(|row| i64::from(*row)).collect::<Vec<_>>());
         let d = q.size()[1] / heads;

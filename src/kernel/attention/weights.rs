@@ -14,6 +14,7 @@ use crate::multiversion;
 pub(super) fn hide<A: Accumulator>(a: &ScaledDotProduct, s: &Sequence, block: Block, scores: &mut [A], lanes: usize) {
     if a.causal {
         for (j, scores) in scores.chunks_exact_mut(lanes).take(s.k_len).enumerate() {
+            // Query i sees key j if i ≥ j + q_len − k_len; this counts the earlier queries of the block.
             let hidden = (j + s.q_len).saturating_sub(s.k_len + block.first).min(lanes);
             scores[..hidden].fill(A::from_f64(f64::NEG_INFINITY));
         }
@@ -75,7 +76,7 @@ fn weights_lanes<A: Accumulator, S: Isa>(scores: &mut [A], lse: &[A]) {
     }
 }
 
-/// The |lse| from which weights are normalised again: in f32, e^(s − lse) has lost four bits there.
+/// Weights are normalised again if |lse| is larger than this: in f32, exp(s − lse) has then lost four bits.
 const LARGE: f64 = 16.0;
 
 /// Replaces dP by dS = P∘(dP − D), where D = Σ P∘dP. If some |lse| is large, P is first scaled to sum to `shares` (1
@@ -114,18 +115,18 @@ fn normalise<A: Accumulator>(p: &mut [A], lanes: usize, shares: Option<&[A; QUER
     for p in p.chunks_exact(lanes) {
         sums.iter_mut().zip(p).for_each(|(sum, p)| *sum += *p);
     }
-    // A query without keys has no weights, so its factor stays 0.
-    sums.iter_mut().for_each(|sum| *sum = if *sum == A::ZERO { A::ZERO } else { A::ONE / *sum });
+    // A query that sees no key has the sum 0, so its factor stays 0.
+    let mut factors = sums.map(|sum| if sum == A::ZERO { A::ZERO } else { A::ONE / sum });
     if let Some(shares) = shares {
-        sums.iter_mut().zip(shares).for_each(|(sum, share)| *sum = *sum * *share);
+        factors.iter_mut().zip(shares).for_each(|(factor, share)| *factor = *factor * *share);
     }
     for p in p.chunks_exact_mut(lanes) {
-        p.iter_mut().zip(&sums).for_each(|(p, share)| *p = *p * *share);
+        p.iter_mut().zip(&factors).for_each(|(p, factor)| *p = *p * *factor);
     }
 }
 
-/// Dropout's factors. Random half words are drawn for a block and all heads at once, because the rows (query, head)
-/// are consecutive in the stream, and one register of random numbers serves several short rows.
+/// Dropout's factors. Random half words are drawn for a block of queries and all heads at once: their rows (query,
+/// head) are consecutive in the random stream, and one register of random numbers covers several short rows.
 pub(super) struct DropoutFactors<A> {
     random: Vec<u16>,
     rows: Aligned<A>,
@@ -142,6 +143,7 @@ impl<A: Accumulator> DropoutFactors<A> {
         }
     }
 
+    /// Draws the random half words for a block of queries, in all heads.
     #[inline(always)]
     pub(super) fn draw(&mut self, a: &ScaledDotProduct, s: &Sequence, block: Block) {
         if let Some(dropout) = &a.dropout {

@@ -13,7 +13,7 @@ use crate::kernel::view::View;
 use crate::multiversion;
 use tch::Tensor;
 
-/// The rows and columns of logits in a block: 256 KiB of f32. With k = 128 their part of W takes as much again.
+/// The rows and columns of a block of logits: 256 KiB of f32. With k = 128, its part of W has 256 KiB, too.
 const ROWS: usize = 128;
 const COLUMNS: usize = 512;
 
@@ -53,18 +53,18 @@ pub fn best_of_product<A: Accumulator>(
     parallel::for_each(rows, GRAIN, |range| {
         let mut logits = Aligned::<A>::new(ROWS.min(range.len()) * COLUMNS);
         for first in range.clone().step_by(ROWS) {
-            let some = first..range.end.min(first + ROWS);
-            let mut standings: Vec<Standing> = some.clone().map(|_| Standing::new(count)).collect();
+            let block_rows = first..range.end.min(first + ROWS);
+            let mut standings: Vec<Standing> = block_rows.clone().map(|_| Standing::new(count)).collect();
             for start in (0..cols).step_by(COLUMNS) {
                 let columns = start..cols.min(start + COLUMNS);
-                product_columns(&h[first * k..], k, some.len(), w, columns.clone(), &mut logits, COLUMNS);
+                product_columns(&h[first * k..], k, block_rows.len(), w, columns.clone(), &mut logits, COLUMNS);
                 if let Some(c) = softcap {
-                    cap::<A>(&mut logits[..some.len() * COLUMNS], A::from_f64(c));
+                    cap::<A>(&mut logits[..block_rows.len() * COLUMNS], A::from_f64(c));
                 }
                 rank(&logits, start, columns.len(), COLUMNS, count, choice, &mut standings);
             }
             // SAFETY: these rows lie in this thread's range, and nobody else accesses them.
-            let found = unsafe { to.slice(some) };
+            let found = unsafe { to.slice(block_rows) };
             for (found, standing) in found.iter_mut().zip(standings) {
                 *found = standing.finish();
             }

@@ -21,7 +21,7 @@ pub struct ColumnViews {
     pub refused: View,
     /// True if the buffers themselves are float64.
     pub wide_state: bool,
-    /// True if `stats` already holds the statistics to use, those of an earlier run.
+    /// True if `stats` already holds the statistics to use: recomputation repeats those of the first forward pass.
     pub given: bool,
     pub options: ColumnOptions,
     pub y: View,
@@ -47,8 +47,8 @@ pub struct ColumnGradients {
     pub dbias: View,
 }
 
-/// Computes y and its statistics. The statistics are given, or come from the batch and the buffers, which are then
-/// updated.
+/// Computes y and its statistics. If the statistics are not given, they come from the batch and the buffers, and the
+/// buffers are updated in training.
 pub fn forward(device: Option<Device>, norm: &'static ColumnNormKernel, v: &ColumnViews) -> Result<()> {
     match device {
         None => by_dtype!(v.x, E => cpu::forward::<E>(norm, v)),

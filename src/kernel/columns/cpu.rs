@@ -66,19 +66,20 @@ fn measure<E: Element>(norm: &ColumnNormKernel, cols: usize, x: &[E], pad: &[u8]
     };
     if !norm.centred {
         let square = mean_of(sums(cols, x, pad, &[]).1, count);
-        let all_too = release && !pad.is_empty();
-        let square_of_all = all_too.then(|| mean_of(sums(cols, x, &[], &[]).1, rows as f64));
+        let needs_all = release && !pad.is_empty();
+        let square_of_all = needs_all.then(|| mean_of(sums(cols, x, &[], &[]).1, rows as f64));
         return BatchStatistics { count, mean: memory::filled(0.0, cols), square, square_of_all, rows: rows as f64 };
     }
-    // Take moments about a guess, the mean of the first real rows: (guess − μ)² is at most rows/64·σ² and typically
-    // σ²/64. So mean d² − (mean d)² loses at most log₂(1 + rows/64) bits, and typically none.
+    // Take moments of d = x − guess, where the guess is the mean of the first real rows: (guess − μ)² is at most
+    // rows/64·σ² and typically σ²/64. So mean d² − (mean d)² loses at most log₂(1 + rows/64) bits, and typically none.
     let first = pad.iter().position(|v| *v == 0).unwrap_or(0);
-    let few = first..(first + passes::BLOCK_ROWS).min(rows);
+    let guess_rows = first..(first + passes::BLOCK_ROWS).min(rows);
     let zero = memory::filled(E::Acc::ZERO, cols);
     let [mut sum, mut squares] = [(); 2].map(|()| memory::filled(0.0, cols));
-    let of_few = part(pad, &few);
-    passes::sums::<E>(cols, &x[few.start * cols..few.end * cols], of_few, &zero, &mut sum, &mut squares);
-    let real = few.len() - of_few.iter().filter(|v| **v != 0).count();
+    let guess_pad = part(pad, &guess_rows);
+    let guess_x = &x[guess_rows.start * cols..guess_rows.end * cols];
+    passes::sums::<E>(cols, guess_x, guess_pad, &zero, &mut sum, &mut squares);
+    let real = guess_rows.len() - guess_pad.iter().filter(|v| **v != 0).count();
     let guess: Vec<E::Acc> = as_acc(&mean_of(sum, real as f64));
     let (sum, squares) = sums(cols, x, pad, &guess);
     let (offset, square) = (mean_of(sum, count), mean_of(squares, count));
@@ -102,16 +103,17 @@ fn over_ranks(batch: BatchStatistics, o: &ColumnOptions) -> Result<BatchStatisti
     let Some(ranks) = o.ranks else { return Ok(batch) };
     let cols = batch.square.len();
     let of_all = batch.square_of_all.as_ref().unwrap_or(&batch.square);
+    // Each rank sends its counts of real rows and of all rows, then mean, square and square of all rows per column.
     let counts = [batch.count, batch.rows];
-    let mine = memory::collected(counts.iter().chain(&batch.mean).chain(&batch.square).chain(of_all).copied());
-    let all: Vec<f64> = host("statistics", &ranks.gather(&Tensor::f_from_slice(&mine)?)?)?;
-    let batches: Vec<_> = all.chunks(mine.len()).map(|r| (r[0], r[1], r[2..].chunks(cols.max(1)))).collect();
+    let sent = memory::collected(counts.iter().chain(&batch.mean).chain(&batch.square).chain(of_all).copied());
+    let gathered: Vec<f64> = host("statistics", &ranks.gather(&Tensor::f_from_slice(&sent)?)?)?;
+    let batches: Vec<_> = gathered.chunks(sent.len()).map(|r| (r[0], r[1], r[2..].chunks(cols.max(1)))).collect();
     let (count, rows) = batches.iter().fold((0.0, 0.0), |(n, all), (count, rows, _)| (n + count, all + rows));
     let zeros = || memory::filled(0.0, cols);
     let mut merged = BatchStatistics { count, rows, mean: zeros(), square: zeros(), square_of_all: None };
     let mut square_of_all = zeros();
-    for (n, all, parts) in &batches {
-        let (share, share_of_all) = (n / count.max(1.0), all / rows.max(1.0));
+    for (own_count, own_rows, parts) in &batches {
+        let (share, share_of_all) = (own_count / count.max(1.0), own_rows / rows.max(1.0));
         for (to, (from, share)) in [&mut merged.mean, &mut merged.square, &mut square_of_all]
             .into_iter()
             .zip(parts.clone().zip([share, share, share_of_all]))
@@ -119,16 +121,17 @@ fn over_ranks(batch: BatchStatistics, o: &ColumnOptions) -> Result<BatchStatisti
             to.iter_mut().zip(from).for_each(|(to, from)| *to += share * from);
         }
     }
-    for (n, _, parts) in &batches {
-        let mean = parts.clone().next().unwrap_or(&[]);
-        for ((square, mean), own) in merged.square.iter_mut().zip(&merged.mean).zip(mean) {
-            *square += n / count.max(1.0) * (own - mean).powi(2);
+    for (own_count, _, parts) in &batches {
+        let own_means = parts.clone().next().unwrap_or(&[]);
+        for ((square, mean), own_mean) in merged.square.iter_mut().zip(&merged.mean).zip(own_means) {
+            *square += own_count / count.max(1.0) * (own_mean - mean).powi(2);
         }
     }
     merged.square_of_all = o.release.then_some(square_of_all);
     Ok(merged)
 }
 
+/// Computes y and its statistics, and updates the state in training.
 pub fn forward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews) -> Result<()> {
     let cols = v.stats.cols();
     // SAFETY: C++ gave contiguous tensors of E (parameters and statistics in its accumulation type) and a mask of
@@ -158,10 +161,11 @@ pub fn forward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews) -> Result<(
     Ok(())
 }
 
+/// Computes dx and the parameters' gradients, and updates PowerNorm's ν in training.
 pub fn backward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews, d: &ColumnGradients) -> Result<()> {
     let cols = v.stats.cols();
     // SAFETY: see `forward`.
-    let (dy, x, weight, pad, rows) = unsafe {
+    let (dy, x, weight, pad, stats_rows) = unsafe {
         (d.dy.slice::<E>(), v.x.slice::<E>(), v.weight.slice::<E::Acc>(), v.pad.slice::<u8>(), v.stats.slice())
     };
     // SAFETY: the gradients are fresh, and only this call uses the copies of the buffers.
@@ -169,7 +173,7 @@ pub fn backward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews, d: &Column
         unsafe { (d.dx.slice_mut::<E>(), d.dweight.slice_mut::<E::Acc>(), d.dbias.slice_mut::<E::Acc>(), v.state()) };
     let o = &v.options;
     let pad = if o.release { &[] } else { pad };
-    let stats = Stats::read::<E::Acc>(rows, cols);
+    let stats = Stats::read::<E::Acc>(stats_rows, cols);
     let (shift, scale) = (as_acc::<E::Acc>(&stats.shift), as_acc::<E::Acc>(&stats.scale));
     let [mut sum, mut sum_x] = [(); 2].map(|()| memory::filled(0.0, cols));
     parallel::sum_over_rows(x.len() / cols.max(1), cols, [&mut sum, &mut sum_x], |r, all, [sum, sum_x]| {
@@ -179,10 +183,10 @@ pub fn backward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews, d: &Column
         out.iter_mut().zip(sums).for_each(|(d, s)| *d = E::Acc::from_f64(*s));
     }
     if let (Some(ranks), true) = (o.ranks, stats.exact || (norm.approximate && o.train)) {
-        let mine = memory::collected(sum.iter().chain(&sum_x).copied());
-        let all: Vec<f64> = host("statistics", &ranks.sum(&Tensor::f_from_slice(&mine)?)?)?;
-        sum.copy_from_slice(&all[..cols]);
-        sum_x.copy_from_slice(&all[cols..]);
+        let own = memory::collected(sum.iter().chain(&sum_x).copied());
+        let totals: Vec<f64> = host("statistics", &ranks.sum(&Tensor::f_from_slice(&own)?)?)?;
+        sum.copy_from_slice(&totals[..cols]);
+        sum_x.copy_from_slice(&totals[cols..]);
     }
     let (p, q, r) = slopes(norm, &stats, &or_ones(weight, cols), (&sum, &sum_x), &mut state, o);
     let (p, q, r) = (as_acc::<E::Acc>(&p), as_acc::<E::Acc>(&q), as_acc::<E::Acc>(&r));
@@ -196,7 +200,7 @@ pub fn backward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews, d: &Column
     Ok(())
 }
 
-/// Returns p, q and r of dx = p⊙dy − q⊙x̂ − r, and updates ν.
+/// Returns p, q and r of dx = p⊙dy − q⊙x̂ − r, and updates PowerNorm's ν in training.
 fn slopes<A: Accumulator>(
     norm: &ColumnNormKernel,
     stats: &Stats,
@@ -222,9 +226,9 @@ fn slopes<A: Accumulator>(
             q = memory::collected(stats.slope.iter().zip(&nu).map(|(slope, nu)| slope * nu));
         }
         let terms = state.second.iter().zip(&lambda).zip(nu.iter().zip(&stats.gamma));
-        let moved = memory::collected(terms.map(|((ema, lambda), (nu, gamma))| ema + lambda - nu * gamma));
-        if state.accepts(stats.share, &[&moved]) {
-            state.second.copy_from_slice(&moved);
+        let updated = memory::collected(terms.map(|((ema, lambda), (nu, gamma))| ema + lambda - nu * gamma));
+        if state.accepts(stats.share, &[&updated]) {
+            state.second.copy_from_slice(&updated);
         }
     }
     (p, q, r)

@@ -13,7 +13,7 @@ use tch::{Kind, Tensor};
 
 /// The number of threads in a block: eight warps.
 const THREADS: u32 = 256;
-/// The minimum number of rows in a slab: eight per warp.
+/// The minimum number of rows in a slab, which is the rows that one block processes: eight per warp.
 const SLAB: i64 = 64;
 /// The maximum number of slabs. With more rows the slabs grow instead, so that their partial results are merged
 /// quickly.
@@ -194,7 +194,7 @@ macro_rules! column_program {
     }};
 }
 
-/// The launches of a norm's kernels for one matrix.
+/// Launches a norm's kernels for one matrix.
 struct Launcher {
     device: Device,
     norm: &'static ColumnNormKernel,
@@ -204,7 +204,7 @@ struct Launcher {
     slabs: i64,
     /// The workspace for the slabs' partial results.
     partial: Tensor,
-    /// The grid in which each block takes one slab and one tile of columns.
+    /// The grid in which each block processes one slab and one tile of columns.
     tiled: Grid,
 }
 
@@ -253,7 +253,7 @@ impl Launcher {
         }
     }
 
-    /// Returns the grid in which each block takes 32 columns.
+    /// Returns the grid in which each block processes 32 columns.
     fn by_columns(&self) -> Grid {
         Grid { blocks: self.cols.div_ceil(32), threads: THREADS }
     }
@@ -321,8 +321,8 @@ impl DeviceOptions {
 
 const ONE_BLOCK: Grid = Grid { blocks: 1, threads: THREADS };
 
-/// Computes y and its statistics. The statistics are given, or come from the batch and the buffers, which are then
-/// updated.
+/// Computes y and its statistics. If the statistics are not given, they come from the batch and the buffers, and the
+/// buffers are updated in training.
 pub fn forward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews) -> Result<()> {
     if v.stats.cols == 0 {
         return Ok(());
@@ -339,14 +339,14 @@ pub fn forward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews)
         y: v.y.data,
         wrote: if may_have_written { kernels.wrote() } else { null_mut() },
     };
-    // SAFETY: C++ gave contiguous tensors of these types and shapes on the device, of which only this call uses y,
-    // and holds them until the call returns. torch's allocator does not reuse memory freed then before the stream has
-    // passed the kernels.
+    // SAFETY: C++ gave contiguous tensors of these types and shapes on the device, and holds them until the call
+    // returns; only this call uses y. If they are freed then, torch's allocator reuses the memory only for later work
+    // on the same stream.
     unsafe { kernels.launch("columns_normalise", kernels.tiled, &normalise) }
 }
 
-/// Chooses the statistics of x̂ from the batch and the buffers, and updates the buffers. Returns true if the kernel
-/// that measures may have written y, which its flag tells.
+/// Chooses the statistics of x̂ from the batch and the buffers, and updates the buffers. Returns true if the measuring
+/// kernel may have written y; if so, the flag at [`Launcher::wrote`] is 1.
 fn settle(kernels: &Launcher, v: &ColumnViews) -> Result<bool> {
     let options = DeviceOptions::of(v);
     let writes = options.train && !v.first.is_absent();
@@ -397,8 +397,8 @@ pub fn backward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews
     let cols = kernels.cols as i32;
     let sums = [(0, &d.dbias), (cols, &d.dweight)];
     let sums = sums.map(|(first, sum)| Output { to: sum.data, first, dtype: sum.dtype });
-    let moves = norm.approximate && v.options.train;
-    let second = if moves { v.second.data } else { null_mut() };
+    let updates_nu = norm.approximate && v.options.train;
+    let second = if updates_nu { v.second.data } else { null_mut() };
     let (weight, alpha_bwd, dx) = (v.weight.data, v.options.alpha_bwd, d.dx.data);
     let sums_of = GradientSums { dy, x, rows, stats, partial, weight, second, alpha_bwd, dx };
     let slopes_of = Slopes {

@@ -17,28 +17,28 @@ fn is_pad(pad: &[u8], r: usize) -> bool {
     pad.get(r).is_some_and(|v| *v != 0)
 }
 
-/// Calls `step` for up to four real rows at a time, with their indices, their number, and true if a block ends with
-/// them.
+/// Calls `step` for up to four real rows at a time, with their indices, their number, and true if a block of
+/// [`BLOCK_ROWS`] ends with them. The last call ends a block, and may have no rows.
 #[inline(always)]
 fn in_blocks(rows: usize, pad: &[u8], mut step: impl FnMut([usize; GROUP], usize, bool)) {
-    let (mut group, mut n, mut groups) = ([0; GROUP], 0, 0);
+    let (mut group, mut filled, mut groups_in_block) = ([0; GROUP], 0, 0);
     for r in 0..rows {
         if is_pad(pad, r) {
             continue;
         }
-        group[n] = r;
-        n += 1;
-        if n == GROUP {
-            groups += 1;
-            let flush = groups == BLOCK_ROWS / GROUP;
-            step(group, n, flush);
-            n = 0;
-            if flush {
-                groups = 0;
+        group[filled] = r;
+        filled += 1;
+        if filled == GROUP {
+            groups_in_block += 1;
+            let ends_block = groups_in_block == BLOCK_ROWS / GROUP;
+            step(group, filled, ends_block);
+            filled = 0;
+            if ends_block {
+                groups_in_block = 0;
             }
         }
     }
-    step(group, n, true);
+    step(group, filled, true);
 }
 
 /// Adds the partial sums to the totals in f64, and sets them to zero.
@@ -61,23 +61,23 @@ multiversion! {
         }
         let centred = !guess.is_empty();
         let zero = Aligned::new(cols);
-        // This row fills up a group that has too few rows, and adds nothing to the sums.
-        let absent: &[E::Acc] = if centred { guess } else { &zero };
-        let mut held = [(); GROUP].map(|()| scratch::<E>(cols));
+        // This row pads a group that has too few rows, and adds nothing to the sums.
+        let filler: &[E::Acc] = if centred { guess } else { &zero };
+        let mut widened = [(); GROUP].map(|()| scratch::<E>(cols));
         let (mut part, mut part_squares) = (Aligned::new(if centred { cols } else { 0 }), Aligned::new(cols));
-        in_blocks(x.len() / cols, pad, |group, n, end| {
+        in_blocks(x.len() / cols, pad, |group, n, ends_block| {
             if n > 0 {
                 for i in 0..n {
-                    widen(&x[group[i] * cols..][..cols], &mut held[i]);
+                    widen(&x[group[i] * cols..][..cols], &mut widened[i]);
                 }
                 let rows: [&[E::Acc]; GROUP] =
-                    from_fn(|i| if i < n { wide(&x[group[i] * cols..][..cols], &held[i]) } else { absent });
+                    from_fn(|i| if i < n { wide(&x[group[i] * cols..][..cols], &widened[i]) } else { filler });
                 match centred {
                     true => add_centred(rows, guess, &mut part, &mut part_squares),
                     false => add_squares(rows, &mut part_squares),
                 }
             }
-            if end {
+            if ends_block {
                 flush(&mut part, sum);
                 flush(&mut part_squares, squares);
             }
@@ -117,20 +117,21 @@ multiversion! {
         if cols == 0 {
             return;
         }
-        let (mut held, mut out) = (scratch::<E>(cols), scratch::<E>(cols));
+        let (mut widened, mut out) = (scratch::<E>(cols), scratch::<E>(cols));
         for r in 0..x.len() / cols {
             let (x, y) = (&x[r * cols..][..cols], &mut y[r * cols..][..cols]);
             if is_pad(pad, r) {
                 y.fill(E::default());
                 continue;
             }
-            widen(x, &mut held);
-            write(wide(x, &held), shift, scale, weight, bias, target(y, &mut out));
+            widen(x, &mut widened);
+            write(wide(x, &widened), shift, scale, weight, bias, target(y, &mut out));
             narrow(&out, y);
         }
     }
 }
 
+/// Computes one row of [`normalise`].
 #[inline(always)]
 fn write<A: Accumulator>(x: &[A], shift: &[A], scale: &[A], weight: &[A], bias: &[A], y: &mut [A]) {
     let n = y.len();
@@ -150,22 +151,23 @@ multiversion! {
             return;
         }
         let zero = Aligned::new(cols);
-        let mut held = [(); GROUP].map(|()| (scratch::<E>(cols), scratch::<E>(cols)));
+        let mut widened_dy = [(); GROUP].map(|()| scratch::<E>(cols));
+        let mut widened_x = [(); GROUP].map(|()| scratch::<E>(cols));
         let (mut part, mut part_x) = (Aligned::new(cols), Aligned::new(cols));
-        in_blocks(x.len() / cols, pad, |group, n, end| {
+        in_blocks(x.len() / cols, pad, |group, n, ends_block| {
             if n > 0 {
                 for i in 0..n {
-                    widen(&dy[group[i] * cols..][..cols], &mut held[i].0);
-                    widen(&x[group[i] * cols..][..cols], &mut held[i].1);
+                    widen(&dy[group[i] * cols..][..cols], &mut widened_dy[i]);
+                    widen(&x[group[i] * cols..][..cols], &mut widened_x[i]);
                 }
                 let dys: [&[E::Acc]; GROUP] =
-                    from_fn(|i| if i < n { wide(&dy[group[i] * cols..][..cols], &held[i].0) } else { &*zero });
-                // If dy is zero, any finite row adds nothing. The shift is such a row, and its x̂ is zero.
+                    from_fn(|i| if i < n { wide(&dy[group[i] * cols..][..cols], &widened_dy[i]) } else { &*zero });
+                // Missing rows have dy = 0, so any finite x adds nothing. The shift is one, with x̂ = 0.
                 let xs: [&[E::Acc]; GROUP] =
-                    from_fn(|i| if i < n { wide(&x[group[i] * cols..][..cols], &held[i].1) } else { shift });
+                    from_fn(|i| if i < n { wide(&x[group[i] * cols..][..cols], &widened_x[i]) } else { shift });
                 add_gradients(dys, xs, shift, scale, &mut part, &mut part_x);
             }
-            if end {
+            if ends_block {
                 flush(&mut part, sum);
                 flush(&mut part_x, sum_x);
             }
@@ -211,21 +213,22 @@ multiversion! {
         if cols == 0 {
             return;
         }
-        let [mut held_dy, mut held_x, mut out] = [(); 3].map(|()| scratch::<E>(cols));
+        let [mut widened_dy, mut widened_x, mut out] = [(); 3].map(|()| scratch::<E>(cols));
         for r in 0..x.len() / cols {
             let (dy, x, dx) = (&dy[r * cols..][..cols], &x[r * cols..][..cols], &mut dx[r * cols..][..cols]);
             if is_pad(pad, r) {
                 dx.fill(E::default());
                 continue;
             }
-            widen(dy, &mut held_dy);
-            widen(x, &mut held_x);
-            slope(wide(dy, &held_dy), wide(x, &held_x), shift, scale, slopes, target(dx, &mut out));
+            widen(dy, &mut widened_dy);
+            widen(x, &mut widened_x);
+            slope(wide(dy, &widened_dy), wide(x, &widened_x), shift, scale, slopes, target(dx, &mut out));
             narrow(&out, dx);
         }
     }
 }
 
+/// Computes one row of [`gradient`].
 #[inline(always)]
 fn slope<A: Accumulator>(dy: &[A], x: &[A], shift: &[A], scale: &[A], slopes: GradientCoefficients<A>, dx: &mut [A]) {
     let n = dx.len();

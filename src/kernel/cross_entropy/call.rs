@@ -56,14 +56,14 @@ pub fn in_place(device: Option<Device>, c: &LossViews, losses: &Losses, scale: &
 }
 
 impl LossViews {
-    /// Runs `rows` on ranges of rows, which threads share. If targets are wrong, the error names the first such row.
+    /// Runs `rows` on ranges of rows, which threads share. The error names the first row with a wrong target.
     fn each(
         &self,
         rows: impl Fn(Range<usize>, Range<usize>, Targets, &[u8]) -> std::result::Result<(), usize> + Sync,
     ) -> Result<()> {
         let (n, cols) = (self.logits.rows(), self.logits.cols());
-        // SAFETY: the operator's table guarantees int64 targets, one per row, and a bool mask, one per column; both are
-        // contiguous.
+        // SAFETY: the operator's declaration guarantees int64 targets, one per row, and a bool mask, one per column;
+        // both are contiguous.
         let (ids, mask) = unsafe { (self.target.slice::<i64>(), self.mask.slice::<u8>()) };
         let bad = Mutex::new(None::<usize>);
         let ignore = self.ignore_index;
@@ -124,9 +124,9 @@ fn backward_typed<E: Element>(c: &LossViews, lse: &View, dloss: &View, dlogits: 
 
 fn in_place_typed<E: Element>(c: &LossViews, to: &Losses, scale: &View) -> Result<()> {
     let (cols, smoothing) = (c.logits.cols(), c.smoothing);
-    // SAFETY: the operator's table guarantees that `scale` is one f64.
+    // SAFETY: the operator's declaration guarantees that `scale` is one f64.
     let scale = E::Acc::from_f64(unsafe { scale.slice::<f64>() }[0]);
-    // SAFETY: the logits are contiguous and of E, and the caller lent them for writing; loss and nll are fresh.
+    // SAFETY: the logits are contiguous and of E, and the caller allows overwriting them; loss and nll are fresh.
     let (logits, loss, nll) = unsafe {
         let row = |v: &View| Shared::new(v.slice_mut::<E::Acc>());
         (Shared::new(c.logits.slice_mut::<E>()), row(&to.loss), row(&to.nll))

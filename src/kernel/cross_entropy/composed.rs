@@ -4,7 +4,7 @@ use super::Smoothing;
 use crate::error::Result;
 use tch::{Device, Kind, Tensor};
 
-/// Returns the type in which the loss of these logits is computed.
+/// Returns the type in which the loss is computed from these logits: f64 for f64, else f32.
 pub fn computed(t: &Tensor) -> Kind {
     if t.kind() == Kind::Double {
         Kind::Double
@@ -32,8 +32,8 @@ pub fn composed(
     let mut target = target.f_masked_fill(&ignored, 0)?;
     let mut unknown = None;
     if target.device() != Device::Cpu {
-        // A GPU that gathers out of bounds becomes unusable. So on a GPU a target that is no class is replaced, and
-        // gives NaN.
+        // A GPU becomes unusable if it gathers out of bounds. So on a GPU a target outside the classes is replaced by
+        // 0, and its row's loss becomes NaN.
         let outside = target.f_lt(0)?.f_logical_or(&target.f_ge(*z.size().last().unwrap_or(&0))?)?;
         target = target.f_masked_fill(&outside, 0)?;
         unknown = Some(outside);

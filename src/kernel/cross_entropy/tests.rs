@@ -1,4 +1,4 @@
-//! Tests of the three functions against the definition, word by word in f64.
+//! Tests of forward, backward and in-place pass against the definition, one vocabulary entry at a time in f64.
 
 use super::*;
 use crate::cpu::simd::{force, Level};
@@ -14,8 +14,8 @@ struct Case<E: Element> {
     smoothing: Smoothing,
 }
 
-/// Builds five rows, of which the second is ignored. Every third word is outside V_t, and one of these is NaN in each
-/// row.
+/// Builds five rows; the second row is ignored. If `masked`, every third word is outside V_t, and the logit of one such
+/// word is NaN in each row.
 fn case<E: Element>(cols: usize, magnitude: f64, masked: bool) -> Case<E> {
     let noise = |i: usize| ((i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as f64 / (1 << 23) as f64 - 1.0;
     let mut logits: Vec<E> = (0..5 * cols).map(|i| E::store(E::Acc::from_f64(magnitude * noise(i)))).collect();
@@ -124,8 +124,8 @@ fn agrees_with_the_definition_in_f16() {
 
 #[test]
 fn smoothing_weights_sum_to_one_over_the_vocabulary() {
-    // Fairseq gives the target 1 − ε and each other word ε/(n−1). Nguyen & Salazar's release gives the target 1 − ε +
-    // ε/n and each other word ε/n.
+    // Fairseq's label distribution is 1 − ε at the target and ε/(n−1) at each other word. That of Nguyen & Salazar's
+    // release is 1 − ε + ε/n at the target and ε/n at each other word.
     let Smoothing { nll, uniform } = Smoothing::fairseq(0.1, 11);
     assert!((nll + uniform - 0.9).abs() < 1e-15 && (nll + 11.0 * uniform - 1.0).abs() < 1e-15);
     let Smoothing { nll, uniform } = Smoothing::twt(0.1, 10);

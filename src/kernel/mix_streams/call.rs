@@ -1,4 +1,5 @@
-//! A call's tensors: positions over threads, and the formula in tch.
+//! Weighted sums of streams on an operator's tensors: threads share the positions on the CPU, elsewhere the formula
+//! runs in tch.
 
 use super::{backward as backward_positions, forward as forward_positions};
 use crate::cpu::parallel::{self, Shared};
@@ -8,7 +9,7 @@ use crate::kernel::view::{by_dtype, View};
 use std::ops::Range;
 use tch::{Kind, Tensor};
 
-/// The tensors that a call reads, each with its rows one after the other; `n` is the number of streams.
+/// The input tensors of a call, as matrices of all positions' rows. `n` is the number of streams.
 pub struct Inputs<'a> {
     pub n: usize,
     pub streams: &'a View,
@@ -33,7 +34,7 @@ pub fn forward(given: &Inputs, y: &View) -> Result<()> {
     })
 }
 
-/// Computes the gradients of the streams, of the row behind them and of the weights from y's.
+/// Computes the gradients of the streams, of the added row and of the weights from `dy`.
 pub fn backward(dy: &View, given: &Inputs, to: [&View; 3]) -> Result<()> {
     by_dtype!(given.streams, E => backward_typed::<E>(dy, given, to))
 }
@@ -61,8 +62,8 @@ fn backward_typed<E: Element>(dy: &View, given: &Inputs, [ds, da, dw]: [&View; 3
     Ok(())
 }
 
-/// Calls `work` on ranges of positions, with the shape (m, n, d), and with the ranges of the numbers of the streams, of
-/// the row behind them, of the weights, and of y.
+/// Calls `work` on ranges of positions, with the shape (m, n, d), and with the index ranges of their numbers in the
+/// streams, the added rows, the weights and y.
 fn over_positions(given: &Inputs, work: impl Fn([usize; 3], [Range<usize>; 4]) + Sync) {
     let (n, d, k) = (given.n, given.streams.cols(), given.weights.cols());
     let positions = given.streams.rows() / n;
@@ -76,8 +77,8 @@ fn over_positions(given: &Inputs, work: impl Fn([usize; 3], [Range<usize>; 4]) +
     });
 }
 
-/// Computes y in tch, in the type in which the streams are computed. Rows are added one by one: under autocast a product
-/// of matrices would round them to 16 bits.
+/// Computes y in tch, in the streams' computing type. Rows are added one by one, because under autocast a matrix
+/// product would round them to 16 bits.
 pub fn composed(streams: &Tensor, weights: &Tensor, added: Option<&Tensor>) -> Result<Tensor> {
     let computing = if streams.kind() == Kind::Double { Kind::Double } else { Kind::Float };
     let mut rows = streams.f_unbind(-2)?;

@@ -1,4 +1,4 @@
-//! Packs a matrix on the CPU, and multiplies it with rows that threads share.
+//! Packs a matrix on the CPU, and multiplies rows by it; threads share the rows.
 
 use super::{product, PackedMatrix};
 use crate::cpu::parallel::{self, Shared};
@@ -14,9 +14,9 @@ const GRAIN: usize = 96;
 /// Packs W (n, k) and b (n), which must be contiguous and of type A.
 pub fn pack<A: Accumulator>(weight: &Tensor, bias: Option<&Tensor>) -> Result<PackedMatrix<A>> {
     let (n, k) = weight.size2()?;
-    let of_type =
+    let is_packable =
         |t: &Tensor| t.kind() == kind::<A>() && t.is_contiguous() && t.device() == Device::Cpu && has_memory(t);
-    if !of_type(weight) || bias.is_some_and(|bias| !of_type(bias) || bias.numel() != n as usize) {
+    if !is_packable(weight) || bias.is_some_and(|bias| !is_packable(bias) || bias.numel() != n as usize) {
         return Err(Error::Torch(format!(
             "a matrix ({n}, {k}) and its bias are packed from contiguous {:?}",
             kind::<A>()

@@ -120,11 +120,11 @@ where
     // SAFETY: see above.
     let [dweight, dbias, dalpha, dbeta]: [&mut [X::Acc]; 4] =
         unsafe { [g.dweight, g.dbias, g.dalpha, g.dbeta].map(|v| v.slice_mut()) };
-    let mut found = [X::Acc::ZERO; NUMBERS];
-    let dnumbers = if norm.curve.is_some() { &mut found[..] } else { &mut [] };
+    let mut curve_gradients = [X::Acc::ZERO; NUMBERS];
+    let dnumbers = if norm.curve.is_some() { &mut curve_gradients[..] } else { &mut [] };
     parallel::sum_over_rows(rows, cols, [dweight, dbias, dalpha, dbeta, dnumbers], |r, all, sums| {
         let [dweight, dbias, dalpha, dbeta, dnumbers] = sums;
-        // Returns the part of a tensor; an absent tensor is empty, and so is its part.
+        // Returns this range of a tensor, or an empty slice if the tensor is absent.
         fn part<T>(t: &[T], all: std::ops::Range<usize>) -> &[T] {
             if t.is_empty() {
                 t
@@ -153,6 +153,6 @@ where
         );
     });
     // SAFETY: the numbers' gradients are fresh.
-    unsafe { g.write_numbers(&found) };
+    unsafe { g.write_numbers(&curve_gradients) };
     Ok(())
 }

@@ -8,8 +8,8 @@ use crate::multiversion;
 /// threshold.
 pub type Bits<'a> = Option<(u16, [&'a [u16]; GROUP])>;
 
-/// The dropout mask, drawn for several groups of rows at a time: Philox computes sixteen blocks at once, which narrow
-/// rows share.
+/// The dropout mask. It is drawn for several groups of rows at a time, because Philox computes sixteen blocks of eight
+/// columns at once, and narrow rows have fewer blocks.
 pub struct Mask {
     dropout: Option<Dropout>,
     first_row: usize,
@@ -23,23 +23,24 @@ pub struct Mask {
 impl Mask {
     pub fn new(dropout: Option<Dropout>, first_row: usize, group: Group) -> Self {
         let cols = group.cols();
+        // Draw about 2,048 half words (4 KiB) at a time, but at least one group.
         let batch = (2048 / (group.size() * philox::padded(cols))).clamp(1, group.count().max(1));
         let bits = if dropout.is_some() { philox::scratch(batch * group.size(), cols) } else { Vec::new() };
         Mask { dropout, first_row, group, cols, batch, bits }
     }
 
-    /// Returns the bits of group `g`; callers ask for the groups in order. Spare rows get bits too, which have no
+    /// Returns the bits of group `g`. Callers must request the groups in order. Spare rows get bits too, which have no
     /// effect.
     #[inline(always)]
     pub fn group(&mut self, g: usize) -> Bits<'_> {
         let dropout = self.dropout?;
-        let (place, size) = (g % self.batch, self.group.size());
-        if place == 0 {
+        let (index, size) = (g % self.batch, self.group.size());
+        if index == 0 {
             let rows = size * self.batch.min(self.group.count() - g);
             fill(&dropout.stream, self.first_row + size * g, rows, self.cols, &mut self.bits);
         }
         let (row, cols) = (philox::padded(self.cols), self.cols);
-        let bits = &self.bits[place * size * row..];
+        let bits = &self.bits[index * size * row..];
         Some((dropout.threshold, rows!(r => if r < size { &bits[r * row..r * row + cols] } else { &[] })))
     }
 }

@@ -20,8 +20,8 @@ pub struct StepRows<'a, X, F, Y, D> {
     pub f: [&'a [F]; GROUP],
 }
 
-/// The scales α and β per column, empty if both are one; and the sums for their gradients per column, empty if not
-/// wanted. The sums do not yet contain dropout's scale.
+/// The scales α and β per column, which are empty if both are one; and the sums per column for their gradients, empty
+/// if not wanted. `beta` includes dropout's scale, `dbeta` does not.
 pub struct Scales<A> {
     pub alpha: Aligned<A>,
     pub beta: Aligned<A>,
@@ -36,7 +36,7 @@ impl<A: Accumulator> Scales<A> {
         &mut self,
         weight: &[A],
         row_gradients: [(Measured<A>, RowGradient<A>); GROUP],
-        sides: StepRows<X, F, Y, D>,
+        inputs: StepRows<X, F, Y, D>,
         bits: Bits,
         dx: [&mut [X]; GROUP],
         store: Store,
@@ -44,36 +44,37 @@ impl<A: Accumulator> Scales<A> {
         store_f: Store,
     ) {
         let weighted = !weight.is_empty();
-        let (has_dy, has_dx_plus) = (!sides.dy[0].is_empty(), !sides.dx_plus[0].is_empty());
+        let (has_dy, has_dx_plus) = (!inputs.dy[0].is_empty(), !inputs.dx_plus[0].is_empty());
         let (wants_dx, wants_df) = (!dx[0].is_empty(), !df[0].is_empty());
         let (wants_dalpha, wants_dbeta) = (!self.dalpha.is_empty(), !self.dbeta.is_empty());
         let (scaled, dropped) = (!self.alpha.is_empty(), bits.is_some());
         let (threshold, bits) = bits.unwrap_or((0, [&[]; GROUP]));
         let lines = rows!(r => Lines::<A, S, true>::of(row_gradients[r]));
-        let ahead = GROUP * sides.dx_plus[0].len();
-        let mut dy = Blocks::of(sides.dy);
-        let mut x_plus = Blocks::of(sides.x_plus);
-        let mut dx_plus = Blocks::of(sides.dx_plus);
-        let mut x = Blocks::of(sides.x);
-        let mut f = Blocks::of(sides.f);
+        let ahead = GROUP * inputs.dx_plus[0].len();
+        let mut dy = Blocks::of(inputs.dy);
+        let mut x_plus = Blocks::of(inputs.x_plus);
+        let mut dx_plus = Blocks::of(inputs.dx_plus);
+        let mut x = Blocks::of(inputs.x);
+        let mut f = Blocks::of(inputs.f);
         let mut bits = Blocks::of(bits);
         let mut dx = BlocksMut::of(dx);
         let mut df = BlocksMut::of(df);
         let mut done = 0;
         for part in 0..PARTS {
             let n = if has_dy { dy.len(part) } else { dx_plus.len(part) };
-            let of = |there: bool| if there { n } else { 0 };
-            let (dy, x_plus) = (dy.part::<S>(part, of(has_dy)), x_plus.part::<S>(part, of(has_dy)));
-            let dx_plus = dx_plus.part::<S>(part, of(has_dx_plus));
-            let (x, f) = (x.part::<S>(part, of(wants_dalpha)), f.part::<S>(part, of(wants_dbeta)));
-            let bits = bits.part::<S>(part, of(dropped));
-            let (dx, df) = (dx.part::<S>(part, of(wants_dx)), df.part::<S>(part, of(wants_df)));
-            let here = |there: bool| if there { done..done + n } else { 0..0 };
-            let weight = &weight.as_chunks::<PAIR_LANES>().0[here(weighted)];
-            let alpha = &self.alpha.as_chunks::<PAIR_LANES>().0[here(scaled)];
-            let beta = &self.beta.as_chunks::<PAIR_LANES>().0[here(scaled)];
-            let dalpha = &mut self.dalpha.as_chunks_mut::<PAIR_LANES>().0[here(wants_dalpha)];
-            let dbeta = &mut self.dbeta.as_chunks_mut::<PAIR_LANES>().0[here(wants_dbeta)];
+            // Tensors and parameters that are absent or not wanted have no blocks.
+            let count_if = |used: bool| if used { n } else { 0 };
+            let (dy, x_plus) = (dy.part::<S>(part, count_if(has_dy)), x_plus.part::<S>(part, count_if(has_dy)));
+            let dx_plus = dx_plus.part::<S>(part, count_if(has_dx_plus));
+            let (x, f) = (x.part::<S>(part, count_if(wants_dalpha)), f.part::<S>(part, count_if(wants_dbeta)));
+            let bits = bits.part::<S>(part, count_if(dropped));
+            let (dx, df) = (dx.part::<S>(part, count_if(wants_dx)), df.part::<S>(part, count_if(wants_df)));
+            let range_if = |used: bool| if used { done..done + n } else { 0..0 };
+            let weight = &weight.as_chunks::<PAIR_LANES>().0[range_if(weighted)];
+            let alpha = &self.alpha.as_chunks::<PAIR_LANES>().0[range_if(scaled)];
+            let beta = &self.beta.as_chunks::<PAIR_LANES>().0[range_if(scaled)];
+            let dalpha = &mut self.dalpha.as_chunks_mut::<PAIR_LANES>().0[range_if(wants_dalpha)];
+            let dbeta = &mut self.dbeta.as_chunks_mut::<PAIR_LANES>().0[range_if(wants_dbeta)];
             done += n;
             for i in 0..n {
                 let mut total = [[Of::<A, S>::zero(); 2]; GROUP];
@@ -121,7 +122,7 @@ impl<A: Accumulator> Scales<A> {
                     let mut sum = Of::<A, S>::pair(&dbeta[i]);
                     each_row!(S, r => {
                         let f = Of::<A, S>::pair(&f[r][i]);
-                        // The product is dropped, not its factor, because the dropped value may have been infinite.
+                        // Dropout zeroes the product, not one of its factors: 0 times infinity would be NaN.
                         let mut d = [f[0].mul(total[r][0]), f[1].mul(total[r][1])];
                         if dropped {
                             d = keep::<A, S>(d, &bits[r][i], threshold);
@@ -142,7 +143,7 @@ pub fn sum_of<A: Accumulator>(gradient: &[A], cols: usize) -> Aligned<A> {
     Aligned::new(if gradient.is_empty() { 0 } else { cols.next_multiple_of(PAIR_LANES) })
 }
 
-/// Adds the column sums, times dropout's scale, to the gradient; if this is one number, it gets their total.
+/// Adds the column sums, times dropout's scale, to the gradient. A gradient of one number receives the total.
 pub fn finish<A: Accumulator>(sums: &[A], dropout: Option<Dropout>, gradient: &mut [A]) {
     let scale = A::from_f64(dropout.map_or(1.0, |d| d.scale));
     for (i, sum) in sums.iter().enumerate() {

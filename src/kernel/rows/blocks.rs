@@ -1,8 +1,7 @@
 //! Groups of up to four rows, and blocks of thirty-two numbers in a row, over which the passes loop.
 //!
-//! The loops handle only whole groups and whole blocks. A group with too few rows is filled up with spare rows of
-//! zeros, which add nothing to any sum. If a row ends inside a block, a copy of its end, filled up with zeros, is the
-//! last block.
+//! The loops handle only whole groups and whole blocks. A group with too few rows is padded with spare rows of zeros,
+//! which add nothing to any sum. If a row ends inside a block, its last block is a copy that is padded with zeros.
 
 use super::passes::{each_row, rows};
 use super::GROUP;
@@ -13,8 +12,8 @@ use std::array::from_fn;
 use std::ops::Range;
 use std::slice::from_mut;
 
-/// Returns one coefficient per column, filled up to whole blocks: `values`, or if it is shorter, its one number or
-/// `default` repeated.
+/// Returns one coefficient per column, padded to whole blocks. `values` has one per column, one for all columns, or is
+/// empty, which means `default` for all.
 pub fn columns<A: Accumulator>(values: &[A], cols: usize, default: A) -> Aligned<A> {
     let (len, first) = (cols.next_multiple_of(PAIR_LANES), values.first().copied().unwrap_or(default));
     match values.len() {
@@ -32,7 +31,7 @@ pub fn write_columns<A: Accumulator>(sums: &[A], to: &mut [A]) {
     }
 }
 
-/// Returns the sums per column so far, filled up to whole blocks.
+/// Returns a copy of the sums per column, padded with zeros to whole blocks.
 pub fn start<A: Accumulator>(sums: &[A], cols: usize) -> Aligned<A> {
     Aligned::filled_up(sums, cols.next_multiple_of(PAIR_LANES), A::ZERO)
 }
@@ -66,6 +65,7 @@ impl Group {
         self.rows.div_ceil(self.size)
     }
 
+    /// Returns the real rows of group `g`.
     #[inline(always)]
     pub fn range(&self, g: usize) -> Range<usize> {
         g * self.size..self.rows.min((g + 1) * self.size)
@@ -133,10 +133,10 @@ pub fn split_ref<E>(all: &[E], cols: usize) -> [&[E]; GROUP] {
     rows!(r => &all[r * cols..(r + 1) * cols])
 }
 
-/// A group of rows to read, in two parts: the whole blocks, and one filled-up block if rows end inside a block.
+/// A group of rows to read, in two parts: the whole blocks, and one padded block if rows end inside a block.
 pub struct Blocks<'a, E> {
     rows: [&'a [E]; GROUP],
-    /// The filled-up block of each row, built when it is first asked for.
+    /// The padded last block of each row, built at its first use.
     rest: Option<[[E; PAIR_LANES]; GROUP]>,
 }
 
@@ -210,7 +210,7 @@ impl<'a, E: Element> BlocksMut<'a, E> {
         [&mut a[..counts[0]], &mut b[..counts[1]], &mut c[..counts[2]], &mut d[..counts[3]]]
     }
 
-    /// Copies the used numbers of the filled-up blocks to the ends of the rows.
+    /// Copies the numbers of the padded last blocks, without the padding, to the ends of their rows.
     #[inline(always)]
     pub fn finish(self) {
         let Some(rest) = &self.rest else { return };

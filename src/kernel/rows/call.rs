@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::kernel::dropout::Draw;
 use crate::kernel::view::{by_dtype, View};
 
-/// The views of a residual step and the norm after it. For a norm alone, x⁺ is x, and f is absent.
+/// The views of a residual step and of the norm after it. For a norm without a step, x⁺ is x, and f is absent.
 #[derive(Clone, Copy)]
 pub struct RowViews {
     pub x: View,
@@ -19,7 +19,7 @@ pub struct RowViews {
     pub beta: View,
     pub weight: View,
     pub bias: View,
-    /// A curve's learned numbers.
+    /// A curve's learned scale and shift.
     pub numbers: [View; NUMBERS],
     pub x_plus: View,
     pub y: View,
@@ -39,6 +39,8 @@ impl RowViews {
         RowViews { x, f: NO, alpha: NO, beta: NO, weight, bias, numbers, x_plus: x, y: NO, stats, eps, order, draw }
     }
 
+    /// Returns the curve's (scale, shift), with defaults for absent ones.
+    ///
     /// # Safety
     /// The curve's numbers are of type A.
     pub unsafe fn numbers<A: Accumulator>(&self) -> [A; NUMBERS] {
@@ -68,12 +70,14 @@ impl RowGradients {
         RowGradients { dx_plus: NO, dy, dx, df: NO, dalpha: NO, dbeta: NO, dweight: NO, dbias: NO, dnumbers }
     }
 
+    /// Writes the gradients of the curve's scale and shift, if they are wanted.
+    ///
     /// # Safety
     /// The gradients of the curve's numbers are of type A, and nothing else accesses them.
-    pub unsafe fn write_numbers<A: Accumulator>(&self, found: &[A]) {
-        for (v, found) in self.dnumbers.iter().zip(found) {
-            if let Some(to) = v.slice_mut::<A>().first_mut() {
-                *to = *found;
+    pub unsafe fn write_numbers<A: Accumulator>(&self, gradients: &[A]) {
+        for (view, gradient) in self.dnumbers.iter().zip(gradients) {
+            if let Some(to) = view.slice_mut::<A>().first_mut() {
+                *to = *gradient;
             }
         }
     }

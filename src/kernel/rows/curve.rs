@@ -15,7 +15,7 @@ use crate::cpu::pack::{pack, pack_mut, Isa, Of, Pack, Store, PAIR_LANES};
 use crate::cpu::{Accumulator, Element};
 use crate::{each_pack, multiversion};
 
-/// The number of a curve's learned numbers: a scale and a shift.
+/// The number of learned scalars of a curve: a scale and a shift.
 pub const NUMBERS: usize = 2;
 
 /// A [`CurveNorm`] as function pointers, for the kernels.
@@ -49,7 +49,7 @@ multiversion! {
     }
 }
 
-/// Returns a curve's numbers, with 1 for a missing scale and −0 for a missing shift.
+/// Returns a curve's (scale, shift), with 1 for a missing scale and −0 for a missing shift.
 pub fn numbers<A: Accumulator>(given: [Option<A>; NUMBERS]) -> [A; NUMBERS] {
     // Adding −0 changes nothing, but adding 0 would turn −0 into 0.
     [given[0].unwrap_or(A::ONE), given[1].unwrap_or(-A::ZERO)]
@@ -100,12 +100,12 @@ multiversion! {
     }
 }
 
-/// A curve with its numbers, and a buffer for the z of a group of rows.
+/// A curve with its (scale, shift), and a buffer for z = scale·x + shift of a group of rows.
 pub struct Bend<'a, A> {
     curve: &'a Curve<A>,
     numbers: [A; NUMBERS],
     cols: usize,
-    /// The buffer of z, which becomes f(z).
+    /// The buffer: first z, which f(z) then replaces.
     affines: Aligned<A>,
 }
 
@@ -114,7 +114,7 @@ impl<'a, A: Accumulator> Bend<'a, A> {
         Bend { curve, numbers, cols, affines: Aligned::new(GROUP * cols) }
     }
 
-    /// Computes y = w⊙f(z) + b for a group of rows, of which the first `count` are real.
+    /// Computes y = w⊙f(z) + b for a group of rows. Only the first `count` rows are real, the others are spare.
     #[inline(always)]
     pub fn forward<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>>(
         &mut self,
@@ -125,7 +125,7 @@ impl<'a, A: Accumulator> Bend<'a, A> {
         y: [&mut [Y]; GROUP],
         store: Store,
     ) {
-        self.straight::<S, X>(x);
+        self.compute_affines::<S, X>(x);
         (self.curve.values)(&mut self.affines[..count * self.cols]);
         normalise::<S, A, Y, false>(
             split_ref(&self.affines, self.cols),
@@ -139,7 +139,7 @@ impl<'a, A: Accumulator> Bend<'a, A> {
 
     /// Computes z for a group of rows.
     #[inline(always)]
-    fn straight<S: Isa, X: Element<Acc = A>>(&mut self, x: [&[X]; GROUP]) {
+    fn compute_affines<S: Isa, X: Element<Acc = A>>(&mut self, x: [&[X]; GROUP]) {
         let [scale, shift] = self.numbers.map(Of::<A, S>::splat);
         let ahead = GROUP * self.cols;
         let mut x = Blocks::of(x);
@@ -171,8 +171,8 @@ pub struct BendBack<'a, A> {
 }
 
 impl<'a, A: Accumulator> BendBack<'a, A> {
-    /// Starts from the sums so far in `dweight`, `dbias` and `dnumbers`; [`finish`](Self::finish) writes the new
-    /// ones.
+    /// Starts the sums at the values of `dweight`, `dbias` and `dnumbers`; [`finish`](Self::finish) writes the new
+    /// sums.
     pub fn new(
         curve: &'a Curve<A>,
         numbers: [A; NUMBERS],
@@ -192,8 +192,8 @@ impl<'a, A: Accumulator> BendBack<'a, A> {
         }
     }
 
-    /// Computes dx = scale·u, plus `dx_plus` unless that is empty, and adds the rows' part to the sums. Only the
-    /// first `count` rows of the group are real.
+    /// Computes dx = scale·u, plus `dx_plus` if this is not empty, and adds these rows' terms to the sums. Only the
+    /// first `count` rows of the group are real, the others are spare.
     #[inline(always)]
     pub fn backward<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>, D: Element<Acc = A>>(
         &mut self,
@@ -204,7 +204,7 @@ impl<'a, A: Accumulator> BendBack<'a, A> {
         dx: [&mut [D]; GROUP],
         store: Store,
     ) {
-        self.bend.straight::<S, X>(x);
+        self.bend.compute_affines::<S, X>(x);
         let (cols, has_dx_plus) = (self.bend.cols, !dx_plus[0].is_empty());
         let numbers = count * cols;
         (self.bend.curve.slopes)(&mut self.bend.affines[..numbers], &mut self.slopes[..numbers]);
@@ -260,8 +260,8 @@ impl<'a, A: Accumulator> BendBack<'a, A> {
         }
     }
 
-    /// Writes the sums over all rows: the gradients of weight, bias and the curve's numbers. A slice is empty if its
-    /// gradient is not wanted.
+    /// Writes the sums over all rows: the gradients of weight, bias, scale and shift. A slice is empty if its gradient
+    /// is not wanted.
     pub fn finish(&self, dweight: &mut [A], dbias: &mut [A], dnumbers: &mut [A]) {
         write_columns(&self.dweight[..self.bend.cols], dweight);
         write_columns(&self.dbias[..self.bend.cols], dbias);
@@ -296,8 +296,7 @@ pub(crate) mod tests {
 
     fn check_type<N: CurveNorm, E: Tested>(exact: Exact, cols: usize) {
         let seed = cols as u64;
-        // Some rows lie near 0, where the curve bends, others where it is flat. Seven rows are no whole number of
-        // groups.
+        // Some rows lie near 0, where the curve bends, others where it is flat. Seven rows do not fill the last group.
         let kinds = [(1.0, 0.0), (1.0, 0.5), (0.0, 0.0), (100.0, 0.0), (1e-4, 0.0), (3.0, 1.0), (E::HUGE, 0.0)];
         let x: Vec<E> = (0..).zip(kinds).flat_map(|(k, (s, m))| numbers::<E>(cols, seed + k, s, m)).collect();
         let dy = numbers::<E>(x.len(), seed + 100, 1.0, 0.1);
@@ -327,7 +326,7 @@ pub(crate) mod tests {
         let curve = Curve::of::<N>();
         let given = learned.map(E::Acc::from_f64);
         let (mut y, mut dx) = (vec![E::default(); x.len()], vec![E::default(); x.len()]);
-        // The sums start at one, because their old values must be kept.
+        // The sums start at one, to check that the pass adds to them.
         let [mut dw, mut db, mut dn] = [w.len(), b.len(), NUMBERS].map(|len| vec![E::Acc::ONE; len]);
         forward::<E>(&curve, cols, x, given, w, b, &mut y);
         backward::<E>(&curve, cols, dy, x, given, w, &mut dx, &mut dw, &mut db, &mut dn);

@@ -84,7 +84,8 @@ fn kind(parameter: &View) -> i32 {
     }
 }
 
-/// Returns the layout, the compiler options that select the kernel's variant, and the number of chunks per row.
+/// Returns the layout, the compiler options that select the kernel's variant, and the number of chunks per row. `types`
+/// are the dtypes of x, f and y; `views` are all matrices that the kernel accesses.
 fn variant(r: &RowViews, backward: bool, types: [i32; 3], views: &[&View]) -> Result<(Layout, String, i32)> {
     let cols = columns(&r.x_plus)?;
     let bytes = if types == [0; 3] { 4 } else { 2 };
@@ -136,7 +137,7 @@ pub fn forward(device: Device, program: &'static Program, r: &RowViews) -> Resul
     };
     let grid = layout.grid(r.x.rows as u64, i32::MAX as u32);
     // SAFETY: C++ gave contiguous tensors of these types and shapes on the device, and holds them until the call
-    // returns. torch's allocator does not reuse memory freed then before the stream has passed the kernel.
+    // returns. If they are freed then, torch's allocator reuses the memory only for later work on the same stream.
     unsafe { cuda::launch(device, program, &options, "rows_forward", grid, &arguments) }
 }
 
@@ -152,7 +153,7 @@ pub fn backward(device: Device, program: &'static Program, r: &RowViews, g: &Row
     let types = [x, if r.f.is_absent() { x } else { r.f.dtype }, if g.dy.is_absent() { x } else { g.dy.dtype }];
     let views = [&r.x, &r.f, &r.x_plus, &g.dx_plus, &g.dy, &g.dx, &g.df];
     let (layout, options, chunks) = variant(r, true, types, &views)?;
-    // Each block stores its own sums in a row of the workspace, with a column for each number of each gradient.
+    // Each block stores its own sums in one row of the workspace, which has a column for each number of each gradient.
     let [dscale, dshift] = &g.dnumbers;
     let all = [&g.dalpha, &g.dbeta, &g.dweight, &g.dbias, dscale, dshift];
     let lengths = all.map(|sum| if sum.is_absent() { 0 } else { sum.rows * sum.cols });
@@ -164,8 +165,8 @@ pub fn backward(device: Device, program: &'static Program, r: &RowViews, g: &Row
     order.sort_by_key(|&k| lengths[k] == 1);
     let (mut workspace, mut most) = (None, i32::MAX as u32);
     if columns > 0 {
-        // With sums, there are only as many blocks as can run at once, because one more would begin only when others
-        // end. Without sums any number is fine.
+        // With sums, launch only as many blocks as can run at once: a further block would start only after others end.
+        // Without sums any number is fine.
         let blocks = sum_blocks(device, r.x_plus.rows);
         workspace = Some(room(device, &[blocks, stride], Kind::Float)?);
         most = cuda::blocks_at_once(device, program, &options, "rows_backward", layout.threads())?.min(blocks as u32);

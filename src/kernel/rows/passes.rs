@@ -7,8 +7,8 @@ use crate::cpu::pack::{pack, pack_mut, Isa, Of, Pack, Store, PAIR_LANES};
 use crate::cpu::{memory, Accumulator, Element};
 use crate::each_pack;
 
-/// Builds an array with the value of an expression for each row `$r` of a group. `map` would not do: its closure is a
-/// separate function, which is compiled without the surrounding instruction set unless LLVM happens to inline it.
+/// Builds an array with the value of an expression for each row `$r` of a group. It avoids `map`, whose closure is a
+/// separate function, compiled without the surrounding instruction set unless LLVM happens to inline it.
 macro_rules! rows {
     ($r:ident => $value:expr) => {
         [
@@ -63,6 +63,7 @@ impl<A: Accumulator> RowNormFns<A> {
         measured
     }
 
+    /// Measures a row whose sums have lost precision.
     #[cold]
     #[inline(never)]
     fn measure_scaled<E: Element<Acc = A>>(&self, x: &[E], eps: A) -> Measured<A> {
@@ -117,7 +118,7 @@ fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>;
     let shift = rows!(r => Of::<E::Acc, S>::splat(about[r]));
 
     let ahead = GROUP * cols_usize;
-    // Factors for the filled-up last block: 1 for the row's numbers, 0 for the fill.
+    // Factors for the padded last block: 1 for the row's numbers, 0 for the padding.
     let mut real = [E::Acc::ZERO; PAIR_LANES];
     real[..cols_usize % PAIR_LANES].fill(E::Acc::ONE);
     let real = Of::<E::Acc, S>::pair(&real);
@@ -177,7 +178,7 @@ pub fn normalise<S: Isa, E: Element, Y: Element<Acc = E::Acc>, const C: bool>(
     y.finish();
 }
 
-/// A norm and its weight for the backward pass, with the sums over rows that are their gradients.
+/// A norm and its weight for the backward pass, with the sums over rows that are the gradients of weight and bias.
 ///
 /// The weight is one number per column, or a single gain. A gain is kept separately, so that its gradient is the one
 /// sum Σdy⊙x̂ instead of a sum per column.
@@ -196,14 +197,14 @@ pub struct Weight<'a, A> {
 }
 
 impl<'a, A: Accumulator> Weight<'a, A> {
-    /// Starts from the sums so far in `dweight` (empty if not wanted, or as long as `weight`) and `dbias` (empty, or
-    /// one per column); [`finish`](Self::finish) writes the new ones.
+    /// Starts the sums at the values of `dweight` (empty if not wanted, or as long as `weight`) and `dbias` (empty, or
+    /// one per column); [`finish`](Self::finish) writes the new sums.
     pub fn new(norm: &'a RowNormFns<A>, weight: &[A], cols: usize, eps: A, dweight: &[A], dbias: &[A]) -> Self {
         let (gain, dgain, weight, dweight) = match (weight, dweight) {
             ([gain], dgain) if cols > 1 => (*gain, dgain.first().copied().unwrap_or(A::ZERO), &[][..], &[][..]),
             _ => (A::ONE, A::ZERO, weight, dweight),
         };
-        // The same pass sums over columns for the weight and for the bias, so both get buffers if either needs one.
+        // One pass forms the sums per column for both the weight and the bias, so both get buffers if either needs one.
         let biased = !dbias.is_empty() || norm.stats == 2;
         let (columns, dcolumns, dbias) = if !weight.is_empty() || biased {
             (columns(weight, cols, A::ONE), start(dweight, cols), start(dbias, cols))
@@ -239,8 +240,8 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         row_gradients
     }
 
-    /// Returns Σg and Σg⊙x̂ of each row, with g = w⊙dy. With W it adds dy⊙x̂ to dweight; with B it adds dy to dbias
-    /// and computes Σg, which is else zero. Without B all shifts are zero.
+    /// Returns Σg and Σg⊙x̂ of each row, with g = w⊙dy. If W is true, there is a weight per column, and dy⊙x̂ is added
+    /// to dweight. If B is true, dy is added to dbias, and Σg is computed; otherwise Σg is 0, and all shifts are zero.
     #[inline(always)]
     fn sums<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>, const W: bool, const B: bool>(
         &mut self,
@@ -415,14 +416,15 @@ impl<A: Accumulator, S: Isa, const C: bool> Lines<A, S, C> {
         Lines { hat: Affine::of(row), p: Pack::splat(gradient.p), q: Pack::splat(gradient.q), minus_r }
     }
 
+    /// Returns dx = p·g + q·x̂ − r.
     #[inline(always)]
     pub fn at(&self, g: Of<A, S>, x: Of<A, S>) -> Of<A, S> {
         self.p.mul_add(g, self.q.mul_add(self.hat.at(x), self.minus_r))
     }
 }
 
-/// Prefetches the block that lies `ahead` numbers further on, in the next group of rows, because the processor cannot
-/// predict eight or more streams by itself. An address past the end is harmless. On aarch64 nothing is prefetched.
+/// Prefetches the block that lies `ahead` numbers further on, in the next group of rows, because the processor does not
+/// by itself prefetch for eight or more rows. An address past the end is harmless. On aarch64 nothing is prefetched.
 #[inline(always)]
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
 pub fn fetch<E>(block: &[E; PAIR_LANES], ahead: usize) {

@@ -2,7 +2,7 @@
 
 use crate::cpu::Accumulator;
 
-/// Returns Σ `f`(v) over a row. It is summed in parts, so that rounding grows with the root of the row's length.
+/// Returns Σ `f`(v) over a row. The sum has partial sums of 32 numbers, which keep the rounding error small.
 pub fn sum<A: Accumulator>(x: &[A], f: impl Fn(A) -> A) -> A {
     let mut total = A::ZERO;
     for part in x.chunks(32) {

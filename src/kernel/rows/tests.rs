@@ -55,7 +55,7 @@ pub fn acc<A: Accumulator>(values: &[f64]) -> Vec<A> {
     values.iter().map(|v| A::from_f64(*v)).collect()
 }
 
-/// The formula of a norm in f64: x̂ and the number by which it was divided, and dx from g = w⊙dy.
+/// The formula of a norm in f64. `normalised` returns x̂ and its divisor from (x, ε); `dx` returns dx from (x, g, ε).
 pub struct Formula {
     pub normalised: fn(&[f64], f64) -> (Vec<f64>, f64),
     pub dx: fn(&[f64], &[f64], f64) -> Vec<f64>,
@@ -93,7 +93,7 @@ fn check_rows<N: RowNorm, E: Tested>(formula: &Formula, cols: usize, x: &[E], dy
     let (w, b) = (acc::<E::Acc>(weight), acc::<E::Acc>(bias));
     let (mut y, mut dx) = (vec![E::default(); x.len()], vec![E::default(); x.len()]);
     let mut stats = vec![E::Acc::ZERO; x.len() / cols * N::STATS];
-    // The sums start at one, because their old values must be kept.
+    // The sums start at one, to check that the pass adds to them.
     let (mut dw, mut db) = (vec![E::Acc::ONE; w.len()], vec![E::Acc::ONE; b.len()]);
     forward::<E>(&RowNormFns::of::<N>(), cols, x, &w, &b, E::Acc::from_f64(eps), &mut y, &mut stats);
     backward::<E>(&RowNormFns::of::<N>(), cols, dy, x, &w, E::Acc::from_f64(eps), &stats, &mut dx, &mut dw, &mut db);

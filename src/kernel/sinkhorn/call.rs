@@ -1,4 +1,5 @@
-//! A call's tensors: matrices over threads, and the formula in tch.
+//! Sinkhorn's algorithm on an operator's tensors: threads share the matrices on the CPU, elsewhere the formula runs in
+//! tch.
 
 use super::{backward as backward_matrices, forward as forward_matrices};
 use crate::cpu::parallel::{self, Shared};
@@ -13,18 +14,19 @@ pub fn forward(logits: &View, iterations: usize, eps: f64, m: &View) -> Result<(
     by_dtype!(logits, E => over_matrices::<E>(None, logits, m, iterations, eps))
 }
 
-/// Computes the gradient of the logits from m's.
+/// Computes the gradient of the logits from `dm`.
 pub fn backward(dm: &View, logits: &View, iterations: usize, eps: f64, dlogits: &View) -> Result<()> {
     by_dtype!(logits, E => over_matrices::<E>(Some(dm), logits, dlogits, iterations, eps))
 }
 
+/// Computes `to` from the logits: m or, if `dm` is given, the gradient of the logits.
 fn over_matrices<E: Element>(dm: Option<&View>, logits: &View, to: &View, iterations: usize, eps: f64) -> Result<()> {
     let n = logits.cols();
     let count = logits.rows() / n.max(1);
     // SAFETY: C++ gave contiguous tensors of E and of one shape, and holds them; `to` is new.
     let (dm, logits, to) =
         unsafe { (dm.map(|dm| dm.slice::<E>()), logits.slice::<E>(), Shared::new(to.slice_mut::<E>())) };
-    let cost = n * n * 2 * iterations; // a number's part in each division
+    let cost = n * n * 2 * iterations; // per matrix: the numbers in all divisions
     if count == 0 {
         return Ok(());
     }
