@@ -186,7 +186,7 @@ class Group(NamedTuple):
     end: "End | None" = None
     """The norm after the last block. None: there is none."""
     runs: int = 1
-    """How often one forward pass calls the holder. Each call runs the whole stack from its first layer to its last."""
+    """How often one pass calls the holder; more than once, it is a stack that begins and ends anew each time."""
     loop: nn.Module | None = None
     """The module whose forward runs through all layers, if the blocks are views of it (`loops.py`). Else None."""
 
@@ -267,7 +267,9 @@ def _heads_of(block: Any) -> int:
     if type(block) in TORCHS:
         return block.self_attn.num_heads
     declared = declaration_of(type(block))
-    return structure_of(block).heads or 1 if declared is None else declared.heads(block)
+    if declared is not None:
+        return declared.heads(block)
+    return structure_of(block).heads or 1
 
 
 def _width_into(block: nn.Module, part: Part, role: Role) -> int | None:
@@ -282,7 +284,9 @@ def path_of(block: nn.Module, part: Part, role: Role) -> str:
     path = linears[0].path if linears else None
     is_found = type(block) not in TORCHS and structure_of(block).is_found
     if is_found and (len(linears) != 1 or not linears[0].is_called):
-        count = "no linear layer" if not linears else f"{len(linears)} linear layers" if len(linears) > 1 else path
+        count: str | None = path  # one layer, which the block does not call
+        if len(linears) != 1:
+            count = f"{len(linears)} linear layers" if linears else "no linear layer"
         raise InputError(
             f"the scheme acts at {role!r} of the {part.kind}, and {type(block).__name__} shows {count} there, as "
             "mixtures of experts and fused functions do: choose another scheme"

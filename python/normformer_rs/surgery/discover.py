@@ -197,7 +197,7 @@ def _follows(group: Group, before: Group, found: Record) -> bool:
 
 
 def none_found(model: nn.Module, unknown: Unknown) -> InputError:
-    """Returns the error for a model without known blocks. It gives the reason for the first list."""
+    """Returns the error for a model without known blocks, with the reason for the first list."""
     path, reason = next(iter(unknown.items()))
     return InputError(
         f"{type(model).__name__}'s {path or 'list'} holds no blocks that add branches to a residual stream: {reason}"

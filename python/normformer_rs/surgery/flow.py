@@ -162,6 +162,7 @@ class Flow:
         """Yields the norms that are written as operations in a module's forward: the path of the innermost such module,
         the module, and a message."""
         values = {key(t): t for t in tensors_in(self.found.alive)}
+        # the innermost module first
         spans = sorted(
             ((call.last - call.first, call, module) for module, calls in self.found.calls.items() for call in calls),
             key=lambda one: one[0],

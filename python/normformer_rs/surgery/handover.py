@@ -210,14 +210,14 @@ def refuse_hooked(name: str, parameter: Tensor) -> None:
         )
 
 
-def mark_new(stack: nn.Module, there: set[Any], block: nn.Module, like: Tensor | None) -> None:
-    """Marks the modules and parameters of a stack that are new, that is, not in `there`. Modules are marked as
+def mark_new(stack: nn.Module, existing: set[Any], block: nn.Module, like: Tensor | None) -> None:
+    """Marks the modules and parameters of a stack that are new, that is, not in `existing`. Modules are marked as
     initialised if `block` is, since transformers' `init_weights()` would otherwise reset their parameters (norms to 1,
     Gemma's to 0). Parameters get the plain attributes of the parameter `like`."""
     if getattr(block, "_is_hf_initialized", False):
         for module in stack.modules():
-            if module not in there:
+            if module not in existing:
                 module.__dict__["_is_hf_initialized"] = True
     for parameter in () if like is None else stack.parameters():
-        if parameter not in there:
+        if parameter not in existing:
             hand_over_plain(like, parameter)  # type: ignore[arg-type]

@@ -98,7 +98,7 @@ def silence_biases(group: Group, edits: Edits) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def sign_of_training(group: Group, optimizer: torch.optim.Optimizer | None) -> str | None:
-    """Returns a sign that a group's weights were trained, in words. None: there is no sign.
+    """Returns a message that says why a group looks trained. None: it does not.
 
     Signs are changed gains and biases of norms, and state in the optimizer. Linear layers give no sign, because their
     initial values are random.

@@ -297,12 +297,12 @@ class _Target(NamedTuple):
         """Returns whether a norm is of this kind already."""
         if self.computes is None:
             return type(module) is self.make
-        family = FAMILIES[self.title].settings if self.title in FAMILIES else {}
-        own = {name: value for name, value in family.items() if name not in ("eps", "elementwise_affine")}
-        if family and not family["elementwise_affine"]:
-            own["weight"] = None
-        is_so = own_name(module) == self.computes
-        return is_so and all(getattr(module, name) == value for name, value in own.items())
+        settings = FAMILIES[self.title].settings if self.title in FAMILIES else {}
+        wanted = {name: value for name, value in settings.items() if name not in ("eps", "elementwise_affine")}
+        if settings and not settings["elementwise_affine"]:
+            wanted["weight"] = None
+        is_same_norm = own_name(module) == self.computes
+        return is_same_norm and all(getattr(module, name) == value for name, value in wanted.items())
 
     def norm(self, width: int, like: Tensor, wanted: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
         """Returns a new norm with the caller's `options`, and with those settings in `wanted` that its constructor has.
@@ -522,12 +522,15 @@ def _exchange(name: str, old: nn.Module, made: _NewNorm) -> Exchange:
     """Returns the exchange of one norm's parameters. New parameters without a counterpart count as replacements of the
     first old one."""
     olds, news = dict(old.named_parameters(recurse=False)), dict(made.norm.named_parameters(recurse=False))
-    taken = made.counterparts
-    out = {p: [(f"{name}.{taken[leaf]}", news[taken[leaf]])] if leaf in taken else [] for leaf, p in olds.items()}
+    counterparts = made.counterparts
+    exchange = {
+        p: [(f"{name}.{counterparts[leaf]}", news[counterparts[leaf]])] if leaf in counterparts else []
+        for leaf, p in olds.items()
+    }
     if olds:
-        rest = [(f"{name}.{leaf}", p) for leaf, p in news.items() if leaf not in taken.values()]
-        out[next(iter(olds.values()))] += rest
-    return out
+        rest = [(f"{name}.{leaf}", p) for leaf, p in news.items() if leaf not in counterparts.values()]
+        exchange[next(iter(olds.values()))] += rest
+    return exchange
 
 
 def _switch_off_fast_paths(model: nn.Module, new: set[nn.Module], edits: Edits) -> list[Row]:

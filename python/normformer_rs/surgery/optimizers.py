@@ -65,7 +65,8 @@ class Repoint:
             before = _named(group)
             old.append((group, before))
             _set(group, [made for name, p in before for made in self.exchange.get(p, [(name, p)])])
-        for p in [*self.drawn, *(p for p, new in self.exchange.items() if all(p is not q for _, q in new))]:
+        removed = (p for p, new in self.exchange.items() if all(p is not q for _, q in new))
+        for p in (*self.drawn, *removed):
             optimizer.state.pop(p, None)
 
         def back() -> None:

@@ -387,8 +387,8 @@ _OURS = {
 
 
 def _convert_torchs(group: Group, place: Place, edits: Edits, _: bool) -> list[Row]:
-    """Turns torch.nn's layers, and their stack if there is one, into this package's. Children and names stay. Returns
-    rows of the table about the last norm."""
+    """Turns torch.nn's layers, and their stack if there is one, into this package's. Their children keep their names.
+    Returns rows of the table about the last norm."""
     notes, holder = [], group.holder
     in_stack = type(holder) in TORCH_STACKS
     for i, layer in enumerate(group.blocks):
@@ -425,9 +425,8 @@ def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> l
     stays_without_end = place.config.residual == "prenorm" and group.end is None and _is_prenorm(group)
     stack = StackResidual(place, group.blocks, has_end and (group.end is not None or stays_without_end))
     structures = [structure_of(block) for block in group.blocks]
-    residuals = [
-        BlockResidual(*some, stack) for some in zip(group.blocks, map(place.at, range(place.depth)), structures)
-    ]
+    places = map(place.at, range(place.depth))
+    residuals = [BlockResidual(*arguments, stack) for arguments in zip(group.blocks, places, structures)]
     for block, residual in zip(group.blocks, residuals):
         stack.keeps(residual.kept_widths())
         if keeps:
@@ -444,6 +443,7 @@ def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> l
         edits.afterwards(holder.register_forward_hook(calls.end, always_call=True).remove)
         if stack.is_wide:
             path = parent_of(group.path)
+            # the module that has the list, and all modules around it: their outputs may have the wide hidden state
             around = [path.rsplit(".", i)[0] for i in range(path.count(".") + 1)] if path else []
             for outer in (*around, ""):
                 edits.afterwards(edits.model.get_submodule(outer).register_forward_hook(show).remove)

@@ -202,8 +202,8 @@ class _Reader:
     # Feed-forwards.
 
     def _feed_forwards(self, again: Callable[[Any], Trace | None]) -> None:
-        """Finds the matrices that a feed-forward's last matrix reads, and tells fc1 from the gate. If the last matrix
-        reads attention, a factor of its input is attention's output gate."""
+        """Finds the matrices that a feed-forward's last matrix reads, and distinguishes fc1 from the gate. If the last
+        matrix reads attention's output, the other factor of its input is attention's output gate."""
         tested: list[tuple[int, dict[int, Tensor], Tensor]] = []
         for i, product in enumerate(self.run.products):
             if product.owner not in self.writers or not product.x.requires_grad:

@@ -250,7 +250,7 @@ class StackCalls:
 
 PLACES: Any = WeakTensorKeyDictionary()
 """For the input of a block whose place in the stack's call is not its place in the list: (number of the layer, whether
-the stack begins there). Recomputation needs it."""
+the stack begins there). Recomputation reads this."""
 WIDE: Any = WeakTensorKeyDictionary()
 """For each hidden state that holds more than x: (its stack, the number of the layer that returned it)."""
 

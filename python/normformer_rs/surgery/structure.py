@@ -64,7 +64,7 @@ class Structure(NamedTuple):
     has_channels_first: bool = False
     """Whether the stream holds images that convolutions read. Its width is then the second dimension."""
     calls: int = 1
-    """How often one forward pass calls the block, that is, how many layers share it."""
+    """How often one pass calls the block, that is, how many layers share it."""
     is_in_place: bool = False
     """Whether an operation of the block overwrites one of its inputs."""
     width: int | None = None
@@ -118,10 +118,10 @@ def calls_of(block: nn.Module, found: Record) -> list[Call]:
 def structure(block: nn.Module, found: Record, roles: Roles) -> Structure:
     """Returns the structure of a block from its recorded calls. Errors: Unaccounted."""
     calls = calls_of(block, found)
-    first, *others = [_Reader(block, found, call, roles).structure() for call in calls]
-    if any(other.parts != first.parts for other in others):
+    made = [_Reader(block, found, call, roles).structure() for call in calls]
+    if any(one.parts != made[0].parts for one in made):
         raise Unaccounted(f"its {len(calls)} calls in one pass compute different things")
-    return first._replace(calls=len(calls))
+    return made[0]._replace(calls=len(calls))
 
 
 def writers(block: nn.Module, found: Record) -> Iterator[tuple[Owner, set[Owner]]]:

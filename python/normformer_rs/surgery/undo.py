@@ -170,14 +170,14 @@ class Edits:
 
     def _undo(self, state: State, then: Callable[[], None]) -> None:
         """Reverses all changes. Once `state.finish` is set, an interrupt completes the undo."""
-        there = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
+        swapped = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
         for module, before in self._before.items():
             self._restore(module, before, self._after[module])
             SWAPS[module].pop()
         for back in reversed(self._back):
             back()
-        self._bring_buffers_along(there)
-        state.finish = functools.partial(self._finish, self._moves(there), then)
+        self._bring_buffers_along(swapped)
+        state.finish = functools.partial(self._finish, self._moves(swapped), then)
         state.finish()
 
     def _finish(
@@ -207,19 +207,19 @@ class Edits:
             values.clear()
             values.update(found)
 
-    def _moves(self, there: set[int]) -> list[tuple[nn.Parameter, torch.device, torch.dtype]]:
-        """Returns the restored parameters (those not in `there`) that must move, each with the device and dtype that
-        the model was given since the swap."""
+    def _moves(self, swapped: set[int]) -> list[tuple[nn.Parameter, torch.device, torch.dtype]]:
+        """Returns the restored parameters that must move, each with the device and dtype that the model was given since
+        the swap. `swapped`: the identities of the swapped model's tensors, which are no restored ones."""
         moved = {(device, dtype): (p.device, p.dtype) for p, device, dtype in self._places}
-        restored = ((p, (p.device, p.dtype)) for p in self.model.parameters() if id(p) not in there)
+        restored = ((p, (p.device, p.dtype)) for p in self.model.parameters() if id(p) not in swapped)
         return [(p, *moved[place]) for p, place in restored if moved.get(place, place) != place]
 
-    def _bring_buffers_along(self, there: set[int]) -> None:
+    def _bring_buffers_along(self, swapped: set[int]) -> None:
         """Moves restored buffers to the device that the model was given since the swap."""
         devices = {device: p.device for p, device, _ in self._places}
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None and id(buffer) not in there:
+                if buffer is not None and id(buffer) not in swapped:
                     module._buffers[name] = buffer.to(devices.get(buffer.device, buffer.device))
 
 
