@@ -110,7 +110,7 @@ class Point:
     def _once(self, change: Change, x: Tensor) -> Tensor:
         residual, kept = residual_of(self.block), call_of(self.block)
         if change.kind == "mix" and change.what.name in residual.place.spec.takes:
-            kept.setdefault(change.what.name, x)  # no earlier layer ran that keeps this tensor: x is the first
+            kept.setdefault(change.what.name, x)  # if no earlier layer has kept this tensor, x stands for it
         return apply_changes(residual, (change,), x, None, kept)
 
 
@@ -132,12 +132,12 @@ def projected(block: nn.Module, part: Part, role: Role, heads: int) -> tuple[str
     rows = getattr(owner, weight).shape[1 if is_transposed(block, linear.path) else 0]
     index = linear.rows_of(role, rows)
     if linear.rows:
-        of = linear.heads(role)
-        sizes = {of.count(head) for head in {*of}}
-        if None in of or len(sizes) != 1:
+        row_heads = linear.heads(role)
+        sizes = {row_heads.count(head) for head in {*row_heads}}
+        if None in row_heads or len(sizes) != 1:
             return None
         d_head = sizes.pop()
-        index = [i for _, i in sorted(zip(of, index))]
+        index = [i for _, i in sorted(zip(row_heads, index))]
     else:
         d_head = width_into(block, part, "output") // heads
         if rows % len(linear.roles) or len(index) % d_head:
@@ -146,11 +146,11 @@ def projected(block: nn.Module, part: Part, role: Role, heads: int) -> tuple[str
 
 
 class BlockResidual(Growing):
-    """A residual scheme in another library's block. It holds the scheme's parameters, and the norms that the block
+    """A residual scheme in another library's block. It has the scheme's parameters, and the norms that the block
     lacks.
 
-    PEFT's `modules_to_save` copies such a module alone and puts the copy in its place. Original and copy refer to the
-    same block, whose attribute `residual` is the one in use.
+    PEFT's `modules_to_save` replaces this module by a copy. Both refer to the same block, and the block's attribute
+    `residual` is the one in use.
     """
 
     place: Place
@@ -188,7 +188,7 @@ class BlockResidual(Growing):
         self.reset_growth()
 
     def __getattr__(self, name: str) -> Any:
-        paths = self.__dict__.get("paths", {})
+        paths = self.__dict__.get("paths", {})  # the scheme's norms that are norms of the block
         return self._block[0].get_submodule(paths[name]) if name in paths else super().__getattr__(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockResidual":
@@ -238,7 +238,7 @@ class BlockResidual(Growing):
         return found
 
     def reach_inside(self) -> Iterator[Point]:
-        """Puts hooks on the block's linear layers for the changes inside sublayers; returns their points."""
+        """Registers hooks on the block's linear layers for the changes inside sublayers; yields their points."""
         block = self._block[0]
         for part, sublayer in zip(self.parts, self.sublayers):
             for where, changes in sublayer.inside.items():
@@ -418,7 +418,7 @@ def run_on_stream(
 
 
 class _Through:
-    """A BlockResidual in which the module `norm` stands for the norm called `name`."""
+    """Wraps a BlockResidual so that its attribute `name` is the module `norm`."""
 
     def __init__(self, residual: BlockResidual, name: str, norm: nn.Module) -> None:
         self._residual, self._name, self._norm = residual, name, norm
@@ -441,8 +441,8 @@ def _without_streams(value: Any, last: Stream, y: Tensor) -> Any:
 
 
 def norms_of(parts: Sequence[Part], sublayers: Sequence[Sublayer]) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the block's norms that serve as the scheme's norms, as name in the scheme → path in the block: first
-    those that stay in place, then those that stand on a branch and move to the residual."""
+    """Returns the block's norms that serve as the scheme's norms: name in the scheme → path in the block. The first
+    dictionary has those that stay in place, the second those that act on a branch and move to the residual."""
     stay: dict[str, str] = {}
     move: dict[str, str] = {}
     for part, sublayer in zip(parts, sublayers):

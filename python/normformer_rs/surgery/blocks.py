@@ -80,8 +80,8 @@ def register_block(kind: type[nn.Module], converted: type[nn.Module]) -> None:
 
 
 def declaration_of(kind: type) -> Any:
-    """Returns the subclass that `register_block` has for a class of blocks, converted or not. None: the class is not
-    registered."""
+    """Returns the subclass that was passed to `register_block` for a class of blocks; `kind` may also be that subclass.
+    None: the class is not registered."""
     kind = original(kind)
     return _BLOCKS.get(kind, kind if kind in _BLOCKS.values() else None)
 
@@ -229,9 +229,9 @@ def shape_of(block: Any) -> dict[str, Any]:
     parts = parts_of(block)
     norm = next((block.get_submodule(part.norm) for part in parts if part.norm is not None), None)
     found = None if norm is None else read_norm(norm)
-    own = norm if isinstance(norm, OwnNorm) else None
-    if own is not None:
-        found = RecognisedNorm(own.width, "layernorm")
+    user_norm = norm if isinstance(norm, OwnNorm) else None
+    if user_norm is not None:
+        found = RecognisedNorm(user_norm.width, "layernorm")
     if norm is not None and found is None:
         found = _by_width(norm, structure_of(block).width)
     if norm is not None and found is None:
@@ -243,15 +243,15 @@ def shape_of(block: Any) -> dict[str, Any]:
     width = found.width if found is not None else structure_of(block).width
     d_ff = next((size for part in reversed(parts) if (size := _width_into(block, part, "fc2"))), None)
     shape: dict[str, Any] = {"d_model": width, "heads": _heads_of(block), "d_ff": d_ff or 4 * (width or 1)}
-    if own is not None:
-        return shape | {"norm": own.norm}
+    if user_norm is not None:
+        return shape | {"norm": user_norm.norm}
     if found is not None and found.eps is not None and math.isfinite(found.eps):
         shape["norm_eps"] = found.eps
     return shape | {"norm": "layernorm" if found is None else found.computes}
 
 
 def _by_width(norm: nn.Module, width: int | None) -> RecognisedNorm | None:
-    """Recognises a norm whose parameters do not tell its width, by trial calls at the stream's width. If these fail, a
+    """Returns a norm whose width its parameters do not show, after trial calls at the stream's width. If these fail, a
     module with one weight for each column counts as a layernorm. None: it is neither."""
     if width is None:
         return None
@@ -267,7 +267,9 @@ def _heads_of(block: Any) -> int:
     if type(block) in TORCHS:
         return block.self_attn.num_heads
     declared = declaration_of(type(block))
-    return structure_of(block).heads or 1 if declared is None else declared.heads(block)
+    if declared is not None:
+        return declared.heads(block)
+    return structure_of(block).heads or 1
 
 
 def _width_into(block: nn.Module, part: Part, role: Role) -> int | None:
@@ -282,7 +284,9 @@ def path_of(block: nn.Module, part: Part, role: Role) -> str:
     path = linears[0].path if linears else None
     is_found = type(block) not in TORCHS and structure_of(block).is_found
     if is_found and (len(linears) != 1 or not linears[0].is_called):
-        count = "no linear layer" if not linears else f"{len(linears)} linear layers" if len(linears) > 1 else path
+        count: str | None = path  # one layer, which the block does not call
+        if len(linears) != 1:
+            count = f"{len(linears)} linear layers" if linears else "no linear layer"
         raise InputError(
             f"the scheme acts at {role!r} of the {part.kind}, and {type(block).__name__} shows {count} there, as "
             "mixtures of experts and fused functions do: choose another scheme"
@@ -304,7 +308,7 @@ def width_into(block: nn.Module, part: Part, role: Role) -> int:
 def _fan_in(block: nn.Module, path: str) -> int:
     owner, weight, _ = projection(block, path)
     if getattr(owner, weight, None) is None:
-        raise _made_of_something_else(block, path, owner)
+        raise _no_own_weight(block, path, owner)
     return getattr(owner, weight).shape[0 if is_transposed(block, path) else 1]
 
 
@@ -316,7 +320,7 @@ def weight_and_bias(block: nn.Module, path: str) -> tuple[nn.Parameter, nn.Param
     """
     owner, weight, bias = projection(block, path)
     if weight not in owner._parameters or not _is_editable(getattr(owner, weight)):
-        raise _made_of_something_else(block, path, owner)
+        raise _no_own_weight(block, path, owner)
     return getattr(owner, weight), getattr(owner, bias, None)
 
 
@@ -329,7 +333,7 @@ def projection(block: nn.Module, path: str) -> tuple[nn.Module, str, str]:
     return block.get_submodule(path), "weight", "bias"
 
 
-def _made_of_something_else(block: nn.Module, path: str, owner: nn.Module) -> InputError:
+def _no_own_weight(block: nn.Module, path: str, owner: nn.Module) -> InputError:
     """Returns the error for a linear layer without a weight of its own."""
     kind = type(owner)
     what = kind.__name__ if kind.__module__.startswith(("torch.", "transformers.")) else full_name(kind)

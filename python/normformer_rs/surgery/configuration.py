@@ -20,7 +20,7 @@ KEY = "normformer_rs"
 """The configuration's attribute, and the `model_type` in the file."""
 _NO_WEIGHTS = "load-with-normformer_rs.load_swapped.safetensors"
 LOAD: list[Any] = []
-"""Holds `load_swapped`, which Auto classes call. loading.py imports this file, so it puts the function here itself."""
+"""Holds `load_swapped`, which Auto classes call. loading.py appends it here, since it imports this file."""
 _STOCK = ("model_type", "architectures")
 """Fields that the file overwrites. Their stock values are in KEY's object, under "stock"."""
 
@@ -48,8 +48,8 @@ class Swapped:
             return
         kept = {name: stock[name] for name in _STOCK if stock.get(name) is not None}
         kinds = [f"{KEY}.{kind}" for kind in stock.get("architectures") or ()]
-        said = {"model_type": KEY, "architectures": kinds, "transformers_weights": _NO_WEIGHTS}
-        file = {**stock, **said, KEY: {**stock[KEY], "stock": kept}}
+        overwritten = {"model_type": KEY, "architectures": kinds, "transformers_weights": _NO_WEIGHTS}
+        file = {**stock, **overwritten, KEY: {**stock[KEY], "stock": kept}}
         Path(json_file_path).write_text(json.dumps(file, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -67,9 +67,10 @@ def _restored(stock: Any) -> Any:
 
 
 def keeps_function(marks: Any) -> bool:
-    """Returns whether the stock class computes the same from the saved weights as the swapped model.
+    """Returns whether the stock class computes the same from the saved weights as the swapped model. `marks`: the
+    configuration's attribute KEY.
 
-    If only a part of the model was swapped, or a module around it, the marks name no swaps. Then the answer is False if
+    If only a part of the model was swapped, or a module around it, the marks list no swaps. Then the result is False if
     they name a residual scheme, a norm or a fold.
     """
     swaps = _swaps(marks)
@@ -79,7 +80,7 @@ def keeps_function(marks: Any) -> bool:
 
 
 def _swaps(marks: Any) -> list[Any]:
-    """Returns the swaps that the marks name, leaving out damaged entries."""
+    """Returns the swaps that the marks list, without damaged entries."""
     swaps = marks.get("swaps") if isinstance(marks, Mapping) else None
     return [one for one in swaps if isinstance(one, Mapping)] if isinstance(swaps, list) else []
 
@@ -138,7 +139,7 @@ def read_config(folder: Any, kind: Any, **hub: Any) -> Any:
 
 @cache
 def register() -> None:
-    """Makes transformers' Auto classes load swapped models. Changes only their registers."""
+    """Makes transformers' Auto classes load swapped models. Changes only their registries."""
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
     class SwappedConfig(PreTrainedConfig):  # type: ignore[misc]
@@ -166,7 +167,7 @@ def model_class(auto: Any, config: Any) -> Any:
 
 
 def _register_models(made: Any, stock: Any) -> None:
-    """Registers a swapped configuration's class with each Auto class that has a model for the stock one."""
+    """Registers a configuration class of swapped models with each Auto class that has a model for the stock one."""
     from transformers.models.auto import modeling_auto
 
     for auto in vars(modeling_auto).values():
@@ -176,7 +177,7 @@ def _register_models(made: Any, stock: Any) -> None:
 
 
 def _loader(auto: Any, stock: Any) -> Any:
-    """Returns the class that an Auto class's register has in place of a class of models. It loads swapped models."""
+    """Returns the class that stands for a class of models in an Auto class's registry, and loads swapped models."""
 
     class Loader:
         @classmethod

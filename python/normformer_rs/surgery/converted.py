@@ -8,8 +8,8 @@ from torch import nn
 
 
 class Converted:
-    """A base of the classes made here, for a block with a scheme or a module inside one. `kind`: the original class;
-    `how`: this package's class that changes it. Pickles name these two, since the class itself is made at run time."""
+    """A base of the classes made here. `kind`: the original class; `how`: this package's class that changes its
+    behaviour. Pickles name these two, since the class itself is made at run time."""
 
     kind: ClassVar[type[nn.Module]]
     how: ClassVar[Any]
@@ -24,8 +24,8 @@ def original(kind: Any) -> Any:
 
 
 def residual_of(block: Any) -> Any:
-    """Returns the module of the scheme in a block: its `residual`, or `scheme_residual` if the block has an attribute
-    `residual` of its own. None: the block has no scheme."""
+    """Returns a block's module of the scheme: its attribute `residual`, or `scheme_residual` if the block had a
+    `residual` before the swap. None: the block has no scheme."""
     for name in NAMES:
         own = getattr(block, name, None)
         if getattr(own, "structure", None) is not None:

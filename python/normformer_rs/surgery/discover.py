@@ -39,8 +39,8 @@ class Stacks(NamedTuple):
 
     groups: list[Group]
     unknown: Unknown
-    """Lists that hold no known blocks although their modules add something to a tensor shaped like their input, and
-    single modules that could not be accounted for: path → reason."""
+    """Lists whose modules add something to a tensor of their input's shape but are no known blocks, and single modules
+    that could not be explained: path → reason."""
     run: Callable[[], Any] | None
     """Runs the model with the same input as the run that found the stacks. None: no run was needed."""
 
@@ -52,43 +52,45 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
     Errors: InputError if the model has no stack.
     """
     unknown: Unknown = {}
-    others: Unknown = {}
-    candidates, alone = [*_candidates(model)], [*_alone(model)]
-    if not candidates and not alone:
+    not_residual: Unknown = {}
+    candidates, singles = [*_candidates(model)], [*_alone(model)]
+    if not candidates and not singles:
         raise InputError(
             f"{type(model).__name__} holds no list of modules (ModuleList, Sequential) with blocks: pass the part of "
             "the model that has one, or register the class of your block with normformer_rs.surgery.register_block"
         )
-    blocks = [entry for _, entries in candidates for _, entry in entries] + [group.blocks[0] for group in alone]
+    blocks = [entry for _, entries in candidates for _, entry in entries] + [group.blocks[0] for group in singles]
     found, why = _run(model, blocks, example)
     groups: list[Group] = []
-    taken: list[str] = []
-    stays: Unknown = {}
+    stack_paths: list[str] = []
+    refused: Unknown = {}
     for path, entries in candidates:
-        if any(_is_below(path, one) for one in taken):
+        if any(_is_below(path, one) for one in stack_paths):
             continue
         kinds, reasons = _examine(entries, found, why)
         reason = None if kinds else next(iter(reasons.values()))
         if reason is None and found is not None and (stage := _stage(path, kinds, candidates, found)):
-            others[path] = stage
+            not_residual[path] = stage
         elif reason is None:
-            taken.append(path)
+            stack_paths.append(path)
             groups += _groups(model, path, kinds, found)
-            told = {name: one for name, one in reasons.items() if not isinstance(one, NotResidual)}
-            stays |= {f"{path}.{name}".lstrip("."): _in_words(name, entries, one) for name, one in told.items()}
+            unexplained = {name: one for name, one in reasons.items() if not isinstance(one, NotResidual)}
+            refused |= {
+                f"{path}.{name}".lstrip("."): _in_words(name, entries, one) for name, one in unexplained.items()
+            }
         elif isinstance(reason, NotResidual):
-            others[path] = _in_words(next(iter(reasons)), entries, reason)
+            not_residual[path] = _in_words(next(iter(reasons)), entries, reason)
         elif not any(_is_below(path, one) for one in unknown):
             unknown[path] = _in_words(next(iter(reasons)), entries, reason)
-    unknown = {path: why for path, why in unknown.items() if not any(_is_below(one, path) for one in taken)}
-    unknown |= stays
+    unknown = {path: why for path, why in unknown.items() if not any(_is_below(one, path) for one in stack_paths)}
+    unknown |= refused
     groups = groups if found is None else [_with_end(group, found) for group in _joined(model, groups, found)]
-    for group in alone:
+    for group in singles:
         (path,), (block,) = group.names, group.blocks
         if any(block in other.blocks for other in groups):
             continue
         try:
-            _know(block, found, why)
+            _store_structure(block, found, why)
             group = group._replace(end=_end(model, group.path, block, found))
             groups.append(group if found is None else _with_end(group, found))
         except Unaccounted as reason:
@@ -98,7 +100,7 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
     if not groups:
         if found is None and why:
             raise refuse_without(model, why)
-        raise none_found(model, unknown or others)
+        raise none_found(model, unknown or not_residual)
     return Stacks(groups, unknown, None if found is None else caller(model, example))
 
 
@@ -136,16 +138,16 @@ def _stage(path: str, blocks: dict[str, nn.Module], candidates: Any, found: Reco
     entry is a stage if a norm on its stream follows a list of blocks inside it, or if all of its sublayers belong to
     blocks inside it that have several sublayers each."""
     for name, block in blocks.items():
-        made, parts = STRUCTURES.get(block), {*block.modules()}
+        known, parts = STRUCTURES.get(block), {*block.modules()}
         lists = [entries for one, entries in candidates if one != path and _is_below(one, path)]
         inside = [entry for entries in lists for _, entry in entries if entry in parts and _is_known(entry, found)]
         counts = [len(structure(entry, found, found.roles).parts) for entry in inside]
-        if made is not None and counts and min(counts) > 1 and sum(counts) == len(made.parts):
+        if known is not None and counts and min(counts) > 1 and sum(counts) == len(known.parts):
             return f"{name} is a stage: its sublayers are those of a list of blocks"
         covered = {part for entry in inside for part in entry.modules()}
-        after = [part.after for part in (() if made is None else made.parts) if part.after is not None]
-        if inside and (odd := next((one for one in after if block.get_submodule(one) not in covered), None)):
-            return f"{name} is a stage: its norm {odd} follows a list of blocks"
+        after = [part.after for part in (() if known is None else known.parts) if part.after is not None]
+        if inside and (norm := next((one for one in after if block.get_submodule(one) not in covered), None)):
+            return f"{name} is a stage: its norm {norm} follows a list of blocks"
     return ""
 
 
@@ -159,20 +161,20 @@ def _is_known(block: nn.Module, found: Record) -> bool:
 
 
 def _joined(model: nn.Module, groups: list[Group], found: Record) -> list[Group]:
-    """Returns the groups, with those joined into one stack that follow each other: the first block of one list reads
-    the output of the other list's last block."""
-    made: list[Group] = []
+    """Returns the groups after joining lists that follow each other into one stack: the first block of one list reads
+    the output of the last block of another."""
+    joined: list[Group] = []
     for group in groups:
-        before = next((one for one in made if _follows(group, one, found)), None)
+        before = next((one for one in joined if _follows(group, one, found)), None)
         if before is None:
-            made.append(group)
+            joined.append(group)
             continue
         path = before.path
         while path and not _is_below(group.path, path):
             path = parent_of(path)
         is_list = isinstance(model.get_submodule(path), LISTS) and path
         holder = model.get_submodule(parent_of(path) if is_list else path)
-        made[made.index(before)] = before._replace(
+        joined[joined.index(before)] = before._replace(
             path=path if is_list else before.path,
             names=[*before.names, *group.names],
             blocks=[*before.blocks, *group.blocks],
@@ -180,7 +182,7 @@ def _joined(model: nn.Module, groups: list[Group], found: Record) -> list[Group]
             depth=before.depth + group.depth,
             end=group.end,
         )
-    return made
+    return joined
 
 
 def _follows(group: Group, before: Group, found: Record) -> bool:
@@ -195,7 +197,7 @@ def _follows(group: Group, before: Group, found: Record) -> bool:
 
 
 def none_found(model: nn.Module, unknown: Unknown) -> InputError:
-    """Returns the error for a model without known blocks. It gives the reason for the first list."""
+    """Returns the error for a model without known blocks, with the reason for the first list."""
     path, reason = next(iter(unknown.items()))
     return InputError(
         f"{type(model).__name__}'s {path or 'list'} holds no blocks that add branches to a residual stream: {reason}"
@@ -258,17 +260,17 @@ def _run(model: nn.Module, blocks: list[nn.Module], example: Any) -> tuple[Recor
 
 def _run_of_twin(model: nn.Module, blocks: list[nn.Module], example: Any) -> tuple[Record | None, str]:
     """Returns the record of a run for a model on the meta device, where many models cannot run. A copy of the model
-    runs on the CPU instead; then each of its modules in the record is replaced by the model's own. To save memory, all
+    runs on the CPU instead. Then the original's modules replace those of the copy in the record. To save memory, all
     rows of a matrix of the copy are views of one row."""
     names = {module: name for name, module in model.named_modules()}
-    twin, made = copy.deepcopy(model), {}
+    twin, copies = copy.deepcopy(model), {}
     for module in twin.modules():
         for name, p in module._parameters.items():
-            if p is not None and p not in made:
-                # from_pretrained makes models where torch's default device is meta
+            if p is not None and p not in copies:
+                # an explicit CPU, since from_pretrained sets torch's default device to meta
                 row = torch.rand(p.shape[-1:], device="cpu") * 0.2 - 0.1
-                made[p] = nn.Parameter(row.to(p.dtype).expand(p.shape), p.requires_grad)
-            module._parameters[name] = None if p is None else made[p]
+                copies[p] = nn.Parameter(row.to(p.dtype).expand(p.shape), p.requires_grad)
+            module._parameters[name] = None if p is None else copies[p]
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else torch.zeros_like(buffer, device="cpu")
     inside = {block: twin.get_submodule(names[block]) for block in blocks}
@@ -277,18 +279,18 @@ def _run_of_twin(model: nn.Module, blocks: list[nn.Module], example: Any) -> tup
     if found is not None:
         own = {twin.get_submodule(name): module for module, name in names.items()}
         found.stand_for(own)
-        ours = dict(model.named_parameters())
+        parameters = dict(model.named_parameters())
         names = {p: name for name, p in twin.named_parameters()}
-        told = found.roles.matrices.items()
+        matrices = found.roles.matrices.items()
         found.roles = found.roles._replace(
-            matrices={own[at] if isinstance(at, nn.Module) else ours[names[at]]: matrix for at, matrix in told}
+            matrices={own[key] if isinstance(key, nn.Module) else parameters[names[key]]: m for key, m in matrices}
         )
     return found, why
 
 
 class _OneRow(TorchFunctionMode):
-    """Computes linear layers with the matrices of `_run_of_twin`, whose rows are all equal: one product with one row,
-    which is then repeated. torch would write out the whole matrix."""
+    """Computes linear layers with the matrices of `_run_of_twin`, whose rows are all equal: multiplies by one row and
+    repeats the result. torch would copy the whole matrix into memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.linear and args[1].stride() == (0, 1):
@@ -301,13 +303,13 @@ class _OneRow(TorchFunctionMode):
 def _examine(
     entries: list[tuple[str, nn.Module]], found: Record | None, why: str
 ) -> tuple[dict[str, nn.Module], dict[str, Unaccounted]]:
-    """Returns the blocks of a list by their names, and for each other entry the reason why it is no block. There are no
-    blocks if an entry was refused and another of the same class was not."""
+    """Returns the blocks of a list by their names, and for each other entry the reason why it is no block. If two
+    entries of one class differ in this, no entry counts as a block."""
     blocks: dict[str, nn.Module] = {}
     reasons: dict[str, Unaccounted] = {}
     for name, entry in entries:
         try:
-            _know(entry, found, why)
+            _store_structure(entry, found, why)
             blocks[name] = entry
         except Unaccounted as reason:
             reasons[name] = reason
@@ -320,9 +322,9 @@ def _in_words(name: str, entries: list[tuple[str, nn.Module]], reason: Unaccount
     return f"{name}, {named(dict(entries)[name])}: {reason}"
 
 
-def _know(block: Any, found: Record | None, why: str) -> None:
+def _store_structure(block: Any, found: Record | None, why: str) -> None:
     """Stores a block's structure in STRUCTURES. Blocks of torch.nn's, converted and registered classes get no entry,
-    since their class says what they compute. `why`: the reason if there is no run. Errors: Unaccounted."""
+    since their class says what they compute. `why`: why there is no run, if `found` is None. Errors: Unaccounted."""
     if isinstance(block, tuple(TORCHS)) and original(type(block)) not in TORCHS:
         base = next(kind for kind in TORCHS if isinstance(block, kind))
         raise Unaccounted(f"it is a subclass of {base.__name__}, and its forward may be another: use {base.__name__}")
@@ -349,19 +351,21 @@ def _groups(model: nn.Module, path: str, blocks: dict[str, nn.Module], found: Re
     """Yields a list's blocks as groups that may each be one stack: same number of sublayers and same width, or same
     class if no structure is known."""
     holder, listed = model.get_submodule(parent_of(path)), model.get_submodule(path)
-    sorts: dict[Any, dict[str, nn.Module]] = {}
+    alike: dict[Any, dict[str, nn.Module]] = {}
     for name, block in blocks.items():
         structure = structure_of(block) if not isinstance(block, tuple(TORCHS)) else None
         sort = type(block) if structure is None else (len(structure.parts), structure.width)
-        sorts.setdefault(sort, {})[f"{path}.{name}".lstrip(".")] = block
+        alike.setdefault(sort, {})[f"{path}.{name}".lstrip(".")] = block
     entries = [unwrapped(entry) for entry in listed._modules.values() if entry is not None]
-    for some in sorts.values():
-        own = [*some.values()]
-        kinds = tuple({type(block) for block in own})
-        depth = sum(_layers(entry) for entry in entries if entry in own)
+    for by_name in alike.values():
+        members = [*by_name.values()]
+        kinds = tuple({type(block) for block in members})
+        depth = sum(_layers(entry) for entry in entries if entry in members)
         depth += sum(isinstance(entry, kinds) and entry not in blocks.values() for entry in entries)
         runs = 1 if found is None else found.runs.get(holder, 1)
-        yield Group(path, [*some], own, holder, max(depth, len(own)), _end(model, path, own[-1], found), runs)
+        yield Group(
+            path, [*by_name], members, holder, max(depth, len(members)), _end(model, path, members[-1], found), runs
+        )
 
 
 def _layers(block: nn.Module) -> int:
@@ -370,7 +374,7 @@ def _layers(block: nn.Module) -> int:
 
 
 def _end(model: nn.Module, path: str, last: nn.Module, found: Record | None) -> End | None:
-    """Returns the norm after the stack's last block. None if there is none, or if it belongs to something else."""
+    """Returns the norm after the stack's last block. None: there is none, or it is not the stack's."""
     norm = None if found is None or last not in found.calls else norm_after(found, last)
     if norm is None:
         return None

@@ -1,5 +1,5 @@
-"""Exact swaps: LayerNorms become RMSNorms with equal outputs, since the swap makes each row of the residual stream have
-mean 0."""
+"""Exact swaps: LayerNorms become RMSNorms with equal outputs, since the swap also centres the residual stream: each of
+its rows gets mean 0."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ BY = "swap_norms(..., exact=True)"
 
 
 class Centred(Converted):
-    """A module whose output is centred: y − mean y over the last dimension, which then adds up to 0."""
+    """A module whose output y is centred over the last dimension: y − mean y."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         y: Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -28,7 +28,8 @@ class Centred(Converted):
 
 
 class _Writer(NamedTuple):
-    """A module or parameter that writes the stream. Its `matrix` is centred; if that is None, the module's output."""
+    """A module or parameter that writes the stream. `matrix`: its weights, which are centred; None: the module's output
+    is centred instead."""
 
     name: str
     matrix: Matrix | None
@@ -165,7 +166,8 @@ def _refuse_training(model: nn.Module) -> None:
 
 
 def _found_writer(writer: Writer, name: str) -> _Writer:
-    """Returns a writer that the flow found, with its matrix if its weight is one. `name`: one of the module's paths."""
+    """Returns a writer that `Flow` found, with its matrix if its weight has two or more dimensions. `name`: one of the
+    module's paths."""
     _, module, leaf = writer
     if leaf is not None:
         matrix = Matrix(name, module, leaf, "", getattr(module, leaf).dim() - 1)

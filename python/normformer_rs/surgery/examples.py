@@ -105,12 +105,12 @@ def _numbers(p: Tensor, *shape: int) -> Tensor:
 
 
 def _of_transformers(model: Any, config: Any, p: Tensor) -> dict[str, Tensor] | None:
-    """Returns inputs for a Hugging Face model: tokens, images or audio as its configuration says. None: it has a main
-    input of another kind."""
+    """Returns inputs for a Hugging Face model: tokens, images or audio, as its configuration says. None: its main input
+    is of another kind."""
     name = getattr(model, "main_input_name", "input_ids")
     text, vision = (_sub(config, *names) for names in (("text_config", "decoder"), ("vision_config",)))
     given: dict[str, Tensor] = {}
-    # a text classifier finds each row's last token by the padding, so without a padding token it takes one row only
+    # a text classifier finds each row's last token by the padding; without a padding token it accepts only one row
     is_classifier = type(model).__name__.endswith("ForSequenceClassification")
     rows = 1 if is_classifier and getattr(config, "pad_token_id", None) is None else 2
 

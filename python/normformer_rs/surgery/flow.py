@@ -1,4 +1,4 @@
-"""Finds by one run of a model which modules read each norm, and which write the residual stream that norms read.
+"""Finds from a run of a model which modules read each norm's output, and which write the stream that norms read.
 
 `fold_norms` and exact swaps need this. A norm can be folded into linear layers if only they read its output. A
 LayerNorm can become an RMSNorm if its input is a sum of outputs of linear layers and embeddings, and these are centred.
@@ -23,7 +23,7 @@ from .record import ADDITIONS, RESIDUAL, TIMES, UNCHANGED, Key, Node, Record, ea
 from .stream import Matrix, Places, Site, disturbed, join
 
 _PASSES = UNCHANGED | {"dropout", "drop_path", "expand", "repeat", "cat", "roll", "clamp"}
-"""Operations after which a vector of mean 0 has mean 0, if they keep the last dimension."""
+"""Operations that keep the mean of a vector at 0, if they keep its last dimension."""
 _ATTENTIONS = (nn.MultiheadAttention.forward, nfnn.MultiheadAttention.forward)
 _MOVES = frozenset(
     {"flatten", "transpose", "transpose_last", "permute", "view", "reshape", "contiguous", "unflatten", "__getitem__"}
@@ -32,11 +32,11 @@ _MOVES = frozenset(
 
 
 class Stranger(Exception):
-    """Raised if a norm cannot be folded or a stream not be centred; the message names the operation at fault."""
+    """Raised if a norm cannot be folded, or a residual stream cannot be centred; names the operation at fault."""
 
 
 class Writer(NamedTuple):
-    """A module or a parameter that is added to the residual stream. `name`: its path."""
+    """A module whose output, or a parameter whose value, is added to the residual stream. `name`: its path."""
 
     name: str
     module: nn.Module
@@ -64,6 +64,7 @@ class Flow:
             for leaf, t in (*module._parameters.items(), *module._buffers.items())
         )
         self.held = {id(t): (module, leaf) for module, leaf, t in own if t is not None}
+        """The identity of each parameter and buffer → its module and its name there."""
         self.raw = {k[0]: node for node in self.found.nodes if node.module is None for k in node.inputs}
         """The identity of a tensor → the last operation that read it outside a module that counts as one operation."""
 
@@ -161,6 +162,7 @@ class Flow:
         """Yields the norms that are written as operations in a module's forward: the path of the innermost such module,
         the module, and a message."""
         values = {key(t): t for t in tensors_in(self.found.alive)}
+        # the innermost module first
         spans = sorted(
             ((call.last - call.first, call, module) for module, calls in self.found.calls.items() for call in calls),
             key=lambda one: one[0],
@@ -222,13 +224,13 @@ class Flow:
         return made
 
     def _faults(self, site: Site, sources: Mapping[Matrix, Mapping[int, nn.Module]], has_bias: bool) -> Iterator[str]:
-        """Yields the reasons why a norm cannot be folded into the linear layers that read it. An empty string is none.
-        `has_bias`: whether the norm has a bias, which the layers must take in."""
+        """Yields the reasons why a norm cannot be folded into the linear layers that read it; empty strings do not
+        count. `has_bias`: whether the norm has a bias, which is folded into the layers' biases."""
         layers = {name for matrix in site.readers for name in self.places.modules[matrix.owner]}
         for matrix in site.readers:
             name, owner, read = matrix.name, matrix.owner, sources[matrix]
-            others = len(self.calls(owner)) > len(read) or len({*read.values()}) > 1
-            yield f"{name} reads something else, too" if others else ""
+            reads_others = len(self.calls(owner)) > len(read) or len({*read.values()}) > 1
+            yield f"{name} reads something else, too" if reads_others else ""
             raw = self._read_raw(owner)
             yield f"{name} is called, and {raw}" if raw else ""
             yield self._merged(name, owner) if has_bias and matrix.offsets() is None else ""
@@ -247,20 +249,20 @@ class Flow:
             if at in self.found.returned:
                 raise Stranger("the model returns it")
             for reader in self.readers.get(at, ()):
-                is_off = reader.what == "dropout" and getattr(reader.module, "p", None) == 0
+                is_identity = reader.what == "dropout" and getattr(reader.module, "p", None) == 0
                 if reader.what == "linear" and reader.module is not None:
                     axis = 1 if type(reader.module).__name__ == "Conv1D" else 0
                     yield Matrix(self.name(reader.module), reader.module, "weight", "bias", axis), id(reader)
                 elif projections := self._projections(reader, at):
                     yield from ((matrix, id(reader)) for matrix in projections)
-                elif (is_off or reader.what in UNCHANGED) and all(size[-1:] == width for size in reader.made):
+                elif (is_identity or reader.what in UNCHANGED) and all(size[-1:] == width for size in reader.made):
                     todo += reader.outputs
                 elif reader.outputs[0] != at:
-                    raise Stranger(f"{self._said(reader)} reads it, too")
+                    raise Stranger(f"{self._described(reader)} reads it, too")
 
     def _projections(self, reader: Node, at: Key) -> list[Matrix]:
-        """Returns the matrices of an attention that read the tensor `at`: those of queries, keys and values, and the
-        output gate's. Empty if `reader` is no attention, or if a scheme changes the attention's inputs first."""
+        """Returns the matrices of an attention that read the tensor `at`: those of queries, keys and values, and of the
+        output gate. Empty if `reader` is no attention, or if a scheme changes the attention's inputs first."""
         owner: Any = reader.module
         if reader.what != "attention" or owner.in_proj_weight is None or _changes(owner, "input", *INPUTS):
             return []
@@ -271,8 +273,8 @@ class Flow:
         return found if gate is None else [*found, Matrix(self.name(gate), gate, "weight", "bias", 0)]
 
     def _merged(self, name: str, linear: nn.Module) -> str:
-        """Returns the reason why a linear layer without a bias cannot be given one, or "". The reason is a module
-        around it that only adds up linear layers, such as an adapter: merging their weights would lose the bias."""
+        """Returns the reason why no bias can be added to a linear layer, or "". The reason is a module around it that
+        only adds up linear layers, such as an adapter: merging their weights would lose the bias."""
         for module, calls in self.found.calls.items():
             for call in calls:
                 inside = self.found.nodes[call.first : call.last]
@@ -281,7 +283,7 @@ class Flow:
                     return f"{name} has no bias, and a merge of the {type(module).__name__} around it would lose one"
         return ""
 
-    def _said(self, node: Node) -> str:
+    def _described(self, node: Node) -> str:
         """Returns the name of an operation or module for messages."""
         if node.module is not None:
             return f"{self.name(node.module)}, a {type(node.module).__name__},"
@@ -322,7 +324,7 @@ class Flow:
                     continue
                 keeps = reader.what in ADDITIONS | _PASSES | {str(RESIDUAL)} or reader.factor is not None
                 if not keeps or any(size[-1:] != (width,) for size in reader.made):
-                    raise Stranger(f"{self._said(reader)} reads the residual stream")
+                    raise Stranger(f"{self._described(reader)} reads the residual stream")
                 todo += [out for out in reader.outputs if out != at]
         return [*writers]
 
@@ -332,8 +334,8 @@ class Flow:
         return node.shapes[node.inputs.index(at)][-1]
 
     def _sources(self, at: Key, width: int, writers: dict[Writer, None]) -> list[Key]:
-        """Returns the tensors of the stream that the tensor `at` is computed from. If a module or parameter gives it
-        instead, notes that in `writers`. Errors: Stranger."""
+        """Returns the tensors of the stream that the tensor `at` is computed from. If `at` is a parameter or a module's
+        output instead, adds it to `writers`. Errors: Stranger."""
         if at[0] in self.held:
             module, leaf = self.held[at[0]]
             writers[Writer(join(self.name(module), leaf), module, leaf)] = None
@@ -359,16 +361,16 @@ class Flow:
                 return rows
         conv = self._convolution(node, width)
         if conv is None:
-            raise Stranger(f"{self._said(node)} writes the residual stream")
+            raise Stranger(f"{self._described(node)} writes the residual stream")
         writers[Writer(self.name(conv), conv, None)] = None
         return []
 
     def _convolution(self, node: Node, width: int) -> nn.Module | None:
-        """Returns the convolution whose channels are the columns of the rows that `node` gives. None: there is none."""
+        """Returns the convolution whose channels are the columns of `node`'s output. None: there is none."""
         while node.what in _MOVES and node.inputs and (number := self.found.made.get(node.inputs[0])) is not None:
             node = self.found.nodes[number]
-        is_ours = node.what == "conv" and node.made[0][1] == width
-        return node.module if is_ours else None
+        has_width = node.what == "conv" and node.made[0][1] == width
+        return node.module if has_width else None
 
 
 def _changes(attention: Any, *points: str) -> bool:
@@ -377,8 +379,8 @@ def _changes(attention: Any, *points: str) -> bool:
 
 
 def _norms_rows(node: Node, values: Mapping[Key, Tensor]) -> bool:
-    """Returns whether an operation is a norm over the last dimension, or a product after which all rows have one
-    length although they differed before."""
+    """Returns whether an operation is a norm over the last dimension, or a product whose rows all have the same length
+    although those of its factor differ."""
     if node.what in ("layer_norm", "rms_norm"):
         return True
     if node.what not in TIMES | {"normalize"} or node.factor is not None or node.made[0][-1] < 4:

@@ -64,14 +64,14 @@ def fold_norms(model: nn.Module, *, example: Any = None) -> Swaps:
 
 
 def fold_named(model: nn.Module, names: Collection[str] | None, example: Any) -> Swaps:
-    """Folds as `fold_norms`, but only the norms with these names. `names=None`: all."""
+    """Folds like `fold_norms`, but only the norms with these names. `names=None`: all."""
     refuse_wrapped(model)
     return Edits(model, "fold_norms").all_or_none(functools.partial(_fold_norms, model, names, example))
 
 
 @torch.no_grad()
 def _fold_norms(model: nn.Module, names: Collection[str] | None, example: Any, edits: Edits) -> Swaps:
-    """Finds the norms, proves by a trial fold that outputs stay, and folds. Returns the table."""
+    """Finds the norms, proves by a trial fold that the outputs do not change, and folds. Returns the table."""
     by = edits.title
     refuse_meta(model, by)
     found, flow = _found(model, by, example)
@@ -169,7 +169,7 @@ def _fold(norm: nn.Module, known: RecognisedNorm, site: Site, edits: Edits) -> b
 
 
 class _Site(NamedTuple):
-    """A sublayer with admin's scheme: its norm's name, its gain ω, its norm, and the matrices that read x."""
+    """A sublayer with admin's scheme: its norm's name, its gain ω, its norm, and the matrices that read its input x."""
 
     name: str
     omega: nn.Parameter
@@ -181,10 +181,10 @@ def fold_admin(model: nn.Module) -> int:
     """Moves admin's gains ω into the weights around them, in place. A plain post-norm Transformer remains, except for
     each stack's first sublayer.
 
-    In x⁺ = N(ω⊙x + F(x)), x comes from the norm of the sublayer before. That norm's γ and β are multiplied by ω, and ω
-    becomes 1. To make up for this, the columns of the matrices that read x are divided by ω: those of queries, keys and
-    values (in attention to an encoder, of queries only), or of fc1. The model's outputs change by rounding only, but
-    the outputs of single layers change.
+    In x⁺ = N(ω⊙x + F(x)), x comes from the norm of the preceding sublayer. That norm's γ and β are multiplied by ω,
+    and ω becomes 1. To make up for this, the columns of the matrices that read x are divided by ω: those of queries,
+    keys and values (in attention to an encoder, of queries only), or of fc1. The model's outputs change by rounding
+    only, but the outputs of single layers change.
 
     >>> from normformer_rs import nn
     >>> fold_admin(nn.Transformer(8, 2, 2, 2, 16, residual="admin"))
@@ -236,7 +236,7 @@ def _fold_admin(pairs: list[tuple[_Site, _Site]], state: State) -> int:
 
 
 def _stacks(model: nn.Module) -> Iterator[Iterator[_Site]]:
-    """Yields, for each stack of the model, an iterator over its sublayers with admin's scheme, in order."""
+    """Yields an iterator for each stack of the model, over its sublayers with admin's scheme, in order."""
     if isinstance(model, Transformer):
         for stack in ("encoder", "decoder"):
             if stack in model._modules:

@@ -27,7 +27,7 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-_EMPTY = frozenset(vars(nn.Module()))
+_ATTRIBUTES_OF_ALL = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _OF_SHAPE = ("infshape",)
 """Attributes that fit every parameter of the same shape: mup's widths."""
@@ -47,18 +47,18 @@ def hand_over(old: nn.Module, new: nn.Module) -> None:
         if hooks in old.__dict__:
             new.__dict__[hooks] = old.__dict__[hooks]
     kinds: tuple[Any, Any] = type(old), type(new)
-    own = _EMPTY.union({HANDED_ON}, *map(_names_in, kinds))
+    own = _ATTRIBUTES_OF_ALL.union({HANDED_ON}, *map(_names_in, kinds))
     new.__dict__.update({name: value for name, value in vars(old).items() if name not in own and _is_plain(value)})
     if "_is_hf_initialized" not in vars(old):  # `new` may have marked itself; transformers would then not initialise it
         new.__dict__.pop("_is_hf_initialized", None)
-    how = getattr(type(old), "how", None)
+    how = getattr(type(old), "how", None)  # of a module that a swap converted, such as a StreamNorm
     if getattr(how, "goes_over", False) and not isinstance(new, Converted):
         reclass(new, converted_class(type(new), how))
     _hand_over_accelerates(old, new)
 
 
 def _hand_over_accelerates(old: nn.Module, new: nn.Module) -> None:
-    """Moves accelerate's hook from `old` to `new`, and takes off one that `new` has. The hook consists of an attribute
+    """Removes accelerate's hook from `new`, and gives `new` the hook of `old`. The hook consists of an attribute
     `forward` in the instance, which wraps `_old_forward`."""
     if has_accelerates_hook(new):
         beneath = own_forward(new)
@@ -90,7 +90,7 @@ def own_forward(module: nn.Module) -> Any:
 
 
 def refuse_own_forward(name: str, module: nn.Module) -> None:
-    """Raises InputError if a module has a forward of its own in the instance: it would hide that of the class that the
+    """Raises InputError if a forward was put into a module's instance: it would hide the forward of the class that the
     swap gives the module."""
     if own_forward(module) is not None:
         raise InputError(
@@ -111,10 +111,11 @@ def refuse_passed_over(name: str, module: nn.Module, scheme: str) -> None:
 def reclass(module: nn.Module, kind: type[nn.Module]) -> None:
     """Changes a module's class. accelerate stores the class's forward in the instance, as `_old_forward` or, once its
     hook was removed, as `forward`. Such a copy is replaced by the new class's forward."""
-    place, is_classs = "_old_forward" if has_accelerates_hook(module) else "forward", own_forward(module) is None
+    name = "_old_forward" if has_accelerates_hook(module) else "forward"
+    is_class_forward = own_forward(module) is None
     module.__class__ = kind
-    if place in vars(module) and is_classs:
-        module.__dict__[place] = types.MethodType(kind.forward, module)
+    if name in vars(module) and is_class_forward:
+        module.__dict__[name] = types.MethodType(kind.forward, module)
 
 
 def refuse_offloaded(model: nn.Module) -> None:
@@ -131,7 +132,7 @@ def refuse_offloaded(model: nn.Module) -> None:
 
 @functools.cache
 def _names_in(kind: Any) -> frozenset[str]:
-    """Returns all names that occur in the code of a class's functions, those of attributes included."""
+    """Returns all names of attributes and globals that occur in the code of a class's functions."""
     names: set[str] = set()
     for parent in kind.__mro__:
         if parent is nn.Module:
@@ -209,14 +210,14 @@ def refuse_hooked(name: str, parameter: Tensor) -> None:
         )
 
 
-def mark_new(stack: nn.Module, there: set[Any], block: nn.Module, like: Tensor | None) -> None:
-    """Marks the modules and parameters of a stack that are new, that is, not in `there`. Modules are marked as
+def mark_new(stack: nn.Module, existing: set[Any], block: nn.Module, like: Tensor | None) -> None:
+    """Marks the modules and parameters of a stack that are new, that is, not in `existing`. Modules are marked as
     initialised if `block` is, since transformers' `init_weights()` would otherwise reset their parameters (norms to 1,
     Gemma's to 0). Parameters get the plain attributes of the parameter `like`."""
     if getattr(block, "_is_hf_initialized", False):
         for module in stack.modules():
-            if module not in there:
+            if module not in existing:
                 module.__dict__["_is_hf_initialized"] = True
     for parameter in () if like is None else stack.parameters():
-        if parameter not in there:
+        if parameter not in existing:
             hand_over_plain(like, parameter)  # type: ignore[arg-type]

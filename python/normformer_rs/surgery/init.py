@@ -29,10 +29,10 @@ def initialise(group: Group, place: Place, edits: Edits) -> list[nn.Parameter]:
                 parameters = [p for p in (weight, bias) if p is not None]
                 edits.remember_values(parameters)
                 drawn += parameters
-                turned = is_transposed(block, linear.path)
-                by_rows = weight.T.contiguous() if turned else weight  # filling contiguous rows is 5 times faster
+                transposed = is_transposed(block, linear.path)
+                by_rows = weight.T.contiguous() if transposed else weight  # filling contiguous rows is 5 times faster
                 _draw(linear, by_rows, bias, here, j)
-                if turned:
+                if transposed:
                     weight.copy_(by_rows.T)
                 weight.mul_(linear.factor)
             for linear in part.experts:
@@ -46,24 +46,24 @@ def initialise(group: Group, place: Place, edits: Edits) -> list[nn.Parameter]:
 
 
 def _draw(linear: Linear, weight: Tensor, bias: Tensor | None, place: Place, sublayer: int) -> None:
-    """Re-initialises a matrix, (fan_out, fan_in). If it stacks several roles, each role's rows are drawn as a matrix of
-    their own."""
+    """Re-initialises a matrix, (fan_out, fan_in). If it stacks several roles, each role's rows are drawn as a separate
+    matrix."""
     if not linear.rows:
         draw_linear(weight, bias, linear.roles, place, sublayer)
         return
     for role in linear.roles:
         index = linear.rows_of(role, weight.shape[0])
         first, last = index[0], index[-1] + 1
-        if last - first == len(index):
+        if last - first == len(index):  # adjacent rows can be drawn in place
             draw_linear(weight[first:last], None if bias is None else bias[first:last], (role,), place, sublayer)
             continue
         at = torch.tensor(index, device=weight.device)
         rows = weight.new_empty(len(index), weight.shape[1])
-        ends = weight.new_empty(len(index)) if bias is None else bias[at]
-        draw_linear(rows, None if bias is None else ends, (role,), place, sublayer)
+        part_of_bias = weight.new_empty(len(index)) if bias is None else bias[at]
+        draw_linear(rows, None if bias is None else part_of_bias, (role,), place, sublayer)
         weight[at] = rows
         if bias is not None:
-            bias[at] = ends
+            bias[at] = part_of_bias
 
 
 def unreached(block: nn.Module, beside: Sequence[nn.Module] = ()) -> list[str]:
@@ -83,10 +83,10 @@ def unreached(block: nn.Module, beside: Sequence[nn.Module] = ()) -> list[str]:
 def silence_biases(group: Group, edits: Edits) -> list[nn.Parameter]:
     """Sets the blocks' biases to zero and freezes them, for schemes without biases. Returns them."""
     biases = [
-        weight_and_bias(block, lin.path)[1]
+        weight_and_bias(block, linear.path)[1]
         for block in group.blocks
         for part in parts_of(block)
-        for lin in part.linears
+        for linear in part.linears
     ]
     found = [bias for bias in biases if bias is not None]
     edits.remember_values(found)
@@ -98,9 +98,10 @@ def silence_biases(group: Group, edits: Edits) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def sign_of_training(group: Group, optimizer: torch.optim.Optimizer | None) -> str | None:
-    """Returns a sign that a group's weights were trained, in words. None: there is no sign.
+    """Returns a message that says why a group looks trained. None: it does not.
 
-    Norms and the optimizer's state are looked at. Linear layers give no sign, because their initial values are random.
+    Signs are changed gains and biases of norms, and state in the optimizer. Linear layers give no sign, because their
+    initial values are random.
     """
     for name, block in zip(group.names, group.blocks):
         for part in parts_of(block):

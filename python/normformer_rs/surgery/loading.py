@@ -112,8 +112,8 @@ LOAD.append(load_swapped)
 
 
 def _model_class(kind: Any, config: Any, folder: Any, transformers: Any) -> Any:
-    """Returns the class of models: `kind`, or the class that `kind` chooses if it is an Auto class, or the class that
-    config.json names if `kind` is None."""
+    """Returns the class of models: `kind`, the class that `kind` chooses if it is an Auto class, or, if `kind` is None,
+    the class that config.json names."""
     named = getattr(config, "architectures", None)
     names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     if kind is None:
@@ -136,7 +136,7 @@ def _class(kind: Any, again: Callable[[nn.Module], None]) -> Any:
     """Returns a subclass of the stock class, with its name and module, whose models are swapped as they are built."""
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        """The subclass's __init__: builds the stock model on the CPU and makes the swaps again."""
+        """The subclass's __init__: builds the stock model on the CPU and repeats the swaps."""
         with torch.device("cpu"):  # the loader builds on the meta device, where the swaps' runs are not possible
             kind.__init__(self, config, *args, **kwargs)
             with torch.no_grad():
@@ -171,9 +171,7 @@ def _swaps(config: Any, folder: Any, trust: bool) -> list[Mapping[str, Any]]:
         if len(kinds) != 1:
             raise InputError(f"{where} must be an object with one of {', '.join(_CHECKS)}; got {_shown(one)}")
         refuse_code(one, where, trust)
-        {"swap_norms": _check_norms, "swap_residuals": _check_residuals, "fold_norms": _check_fold}[kinds[0]](
-            one, where
-        )
+        _CHECKS[kinds[0]](one, where)
     return swaps
 
 
@@ -276,18 +274,18 @@ def _swap(model: nn.Module, how: dict[str, Any], example: Any, where: str) -> No
 
 
 def _found(model: Any, names: list[str], where: str) -> set[str]:
-    """Returns the names in a file as this model's names. The file's may have the base model's prefix if this class has
-    none, or the reverse. Norms in a head that this class does not have are left out, with a warning. Errors: InputError
-    if norms of the base are missing."""
-    there = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    """Returns this model's names for the norms that a file names. The two may differ by the base model's prefix. Norms
+    in a head that this class does not have are left out, with a warning. Errors: InputError if norms of the base are
+    missing."""
+    existing = {name for name, _ in model.named_modules(remove_duplicate=False)}
     prefix = getattr(model, "base_model_prefix", "") + "."
-    has_base = prefix != "." and prefix[:-1] in there
+    has_base = prefix != "." and prefix[:-1] in existing
     with_base = [name for name in names if name.startswith(prefix)] if prefix != "." else []
     others = [name for name in names if name not in {*with_base}]
     found = {*with_base} if has_base else {name.removeprefix(prefix) for name in with_base}
     # if the base model alone was saved, no name has the prefix
-    found |= {prefix + name if has_base and not with_base and name not in there else name for name in others}
-    missing = sorted(found - there)
+    found |= {prefix + name if has_base and not with_base and name not in existing else name for name in others}
+    missing = sorted(found - existing)
     heads = [name for name in missing if with_base and name in others]
     if lost := [name for name in missing if name not in heads]:
         raise InputError(

@@ -31,12 +31,14 @@ def layers_of(structure: Structure) -> tuple[list[Structure], str | None]:
         parts = (*parts[:-1], parts[-1]._replace(after=None, norm=norm))
     kinds = [part.kind for part in parts]
     size = next(n for n in range(1, len(kinds) + 1) if kinds == (kinds[:n] * len(kinds))[: len(kinds)])
-    if len(kinds) % size or size > 3:
+    if len(kinds) % size or size > 3:  # a layer has at most self-attention, cross-attention and a feed-forward
         raise Unaccounted(f"its sublayers do not repeat, so that its layers are not known: {', '.join(kinds)}")
     if structure.has_channels_first or structure.calls > 1:
         raise Unaccounted("a loop over images, or one that a model runs several times, is not known")
-    own = [parts[i : i + size] for i in range(0, len(parts), size)]
-    return [structure._replace(parts=some, writes=tuple(range(size)), loop=structure.writes) for some in own], end
+    of_layers = [parts[i : i + size] for i in range(0, len(parts), size)]
+    return [
+        structure._replace(parts=of_layer, writes=tuple(range(size)), loop=structure.writes) for of_layer in of_layers
+    ], end
 
 
 def views(owner: nn.Module, structures: Sequence[Structure]) -> list[nn.Module]:
@@ -85,7 +87,7 @@ class LoopResidual(nn.Module):
         return layer.read(own, streams, norm)
 
     def write(self, i: int, streams: Streams, f: Tensor, following: int | None) -> Streams:
-        """Returns the streams after a sublayer's branch; `following`: the number of the next sublayer."""
+        """Returns the streams after sublayer i has added its branch f. `following`: the next sublayer's number."""
         layer, own = self.layer_of(i)
         if following is not None and following // self.size == i // self.size:
             return layer.write(own, streams, f, following % self.size)

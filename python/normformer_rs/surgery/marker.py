@@ -40,16 +40,17 @@ def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str,
     >>> model.config.normformer_rs
     {'norm': 'scalenorm', 'swaps': [{'swap_norms': 'scalenorm'}]}
     """
-    _give_its_own(model, edits)
+    _copy_configs(model, edits)
     for module in model.modules():
         if hasattr(type(module), UPLOAD) and UPLOAD not in vars(module):
             edits.afterwards(functools.partial(vars(module).pop, UPLOAD, None))
             vars(module)[UPLOAD] = functools.partial(upload, module)
+    # a swap that keeps the model's function marks only the model's own configuration
     keeps = how is not None and keeps_function({"swaps": [how]})
     for whole in () if keeps else _wholes(model):
         assert edits.state is not None
         edits.state.keep_dicts(map(vars, whole.modules()))
-        _give_its_own(whole, edits)
+        _copy_configs(whole, edits)
         config = vars(whole)["config"]
         for key, value in ((what, name), ("part", True)):
             edits.afterwards(functools.partial(_write, config, key, getattr(config, KEY, {}).get(key)))
@@ -84,16 +85,16 @@ def _wholes(model: nn.Module) -> list[nn.Module]:
 
 
 _OWN: "weakref.WeakKeyDictionary[nn.Module, dict[int, Any]]" = weakref.WeakKeyDictionary()
-"""For each module the configurations that belong to its model alone, by their identities."""
+"""For each module, the copied configurations that only its model has: identity → configuration."""
 
 
-def _give_its_own(model: nn.Module, edits: Edits) -> None:
+def _copy_configs(model: nn.Module, edits: Edits) -> None:
     """Replaces a model's configurations by copies, since other models may share them. Modules that contain the model
     and have the same configurations get the same copies."""
     modules = dict.fromkeys(model.modules())
-    ours = {number for module in modules for number in _OWN.get(module, ())}
-    theirs = {number for numbers in _OWN.values() for number in numbers}
-    configs = [c for c in configs_of(model) if id(c) not in ours]
+    copied_before = {number for module in modules for number in _OWN.get(module, ())}
+    copied_for_any = {number for numbers in _OWN.values() for number in numbers}
+    configs = [config for config in configs_of(model) if id(config) not in copied_before]
     if not configs:
         return
     assert edits.state is not None
@@ -102,11 +103,12 @@ def _give_its_own(model: nn.Module, edits: Edits) -> None:
         if hasattr(copied, "to_json_file"):
             register()
             copied.__class__ = swapped_class(type(copied))
-    for number in copies.keys() & theirs:
+    for number in copies.keys() & copied_for_any:
         vars(copies[number]).pop(KEY, None)  # these marks belong to another model
     own = {id(vars(module)) for module in modules}
-    held = [r if isinstance(r, dict) else getattr(r, "__dict__", {}) for r in gc.get_referrers(*configs)]
-    around = [h for h in held if isinstance(h.get("_modules"), dict) and id(h) not in own and _holds(h, model)]
+    referrers = [r if isinstance(r, dict) else getattr(r, "__dict__", {}) for r in gc.get_referrers(*configs)]
+    # the attributes of each module outside the model that contains it and has one of these configurations
+    around = [h for h in referrers if isinstance(h.get("_modules"), dict) and id(h) not in own and _holds(h, model)]
     edits.state.keep_dicts(around)
     originals = {id(copies[id(config)]): config for config in configs}
     holders: list[Any] = [*map(vars, (*modules, *copies.values())), *around]
@@ -126,7 +128,7 @@ def _give_its_own(model: nn.Module, edits: Edits) -> None:
 
 
 def _exchanged(held: dict[str, Any], new: Mapping[int, Any]) -> dict[str, Any]:
-    """Returns a dictionary with values exchanged. `new`: identity of an old value → new value."""
+    """Returns a copy of a dictionary with some values replaced. `new`: identity of an old value → new value."""
     return {name: new.get(id(value), value) for name, value in held.items()}
 
 
@@ -140,7 +142,7 @@ def _holds(held: dict[str, Any], model: nn.Module) -> bool:
 
 
 def _write(config: Any, what: str, name: Any) -> None:
-    """Sets one mark of a configuration; the name None removes it."""
+    """Sets the mark `what` of a configuration to `name`; None removes the mark."""
     marks = {**getattr(config, KEY, {}), what: name}
     marks = {key: value for key, value in marks.items() if value is not None}
     if marks:
@@ -150,8 +152,8 @@ def _write(config: Any, what: str, name: Any) -> None:
 
 
 class Marks(nn.Module):
-    """Holds the mark of swapped norms. It is a module of its own, because the load hook of a mark on a norm would be
-    handed over to the norm that replaces it."""
+    """Holds the mark of swapped norms. If a norm held it, the mark's load hook would be handed over to the norm that
+    replaces that one."""
 
 
 def mark_norms(model: nn.Module, name: str, edits: Edits) -> None:

@@ -159,7 +159,8 @@ def _swap(
             continue
         if plan is not None and (reason := plan.reason(module)):
             kind = type(module).__name__
-            staying |= {} if plan.writes(module) else {name: Row(name, kind, kind, f"stays: {reason}")}
+            if not plan.writes(module):  # norms that write the stream get their row from `plan.apply`
+                staying[name] = Row(name, kind, kind, f"stays: {reason}")
             continue
         places.append((name, module))
         if module not in made:
@@ -172,7 +173,8 @@ def _swap(
             _share(module, made[module], shared)
 
     beside = held_beside(model, made) if flow is None else {}
-    for old, attribute in beside.items():
+    if beside:
+        old, attribute = next(iter(beside.items()))
         raise InputError(
             f"{attribute} holds a norm, a {type(old).__name__}, outside the children, where no swap reaches it: "
             "pass example=, so that a run shows by which name the model calls it"
@@ -187,8 +189,8 @@ def _swap(
     rows += [] if plan is None else plan.apply(edits, made)
     rows += replace(model, places, {old: new.norm for old, new in made.items()}, edits)
     for name, old in places:
-        for leaf, its in made[old].counterparts.items():
-            edits.succeed_parameter(f"{name}.{leaf}", getattr(old, leaf), getattr(made[old].norm, its))
+        for leaf, new_leaf in made[old].counterparts.items():
+            edits.succeed_parameter(f"{name}.{leaf}", getattr(old, leaf), getattr(made[old].norm, new_leaf))
     repoint(edits)
     read_padding(model, edits)
     names = [name for name, _ in places]
@@ -295,16 +297,16 @@ class _Target(NamedTuple):
         """Returns whether a norm is of this kind already."""
         if self.computes is None:
             return type(module) is self.make
-        family = FAMILIES[self.title].settings if self.title in FAMILIES else {}
-        own = {name: value for name, value in family.items() if name not in ("eps", "elementwise_affine")}
-        if family and not family["elementwise_affine"]:
-            own["weight"] = None
-        is_so = own_name(module) == self.computes
-        return is_so and all(getattr(module, name) == value for name, value in own.items())
+        settings = FAMILIES[self.title].settings if self.title in FAMILIES else {}
+        wanted = {name: value for name, value in settings.items() if name not in ("eps", "elementwise_affine")}
+        if settings and not settings["elementwise_affine"]:
+            wanted["weight"] = None
+        is_same_norm = own_name(module) == self.computes
+        return is_same_norm and all(getattr(module, name) == value for name, value in wanted.items())
 
     def norm(self, width: int, like: Tensor, wanted: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-        """Returns a new norm with the options, and with those of the wanted settings that its constructor takes.
-        `like`: a tensor of the norm's device and dtype. Errors: InputError for an unknown option."""
+        """Returns a new norm with the caller's `options`, and with those settings in `wanted` that its constructor has.
+        `like`: a tensor with the device and dtype for the norm. Errors: InputError for an unknown option."""
         taken = _options(self.make)
         for option in options:
             if taken is not None and option not in taken:
@@ -353,8 +355,8 @@ def _target(to: str | Callable[..., nn.Module]) -> _Target:
 
 
 def _options(make: Callable[..., Any]) -> list[str] | None:
-    """Returns the names of a constructor's options, without the width. If it takes **options, those of its base class
-    are included. None: it takes any option."""
+    """Returns the names of a constructor's options, without the width. If it has **options, those of its base class are
+    included. None: it accepts any option."""
     names: list[str] = []
     parents = make.__mro__[: make.__mro__.index(nn.Module)] if isinstance(make, type) else [make]
     for parent in parents:
@@ -367,7 +369,7 @@ def _options(make: Callable[..., Any]) -> list[str] | None:
 
 
 class _NewNorm(NamedTuple):
-    """A new norm for an old one's place, with the table's note."""
+    """A new norm that replaces an old one, with the table's note."""
 
     norm: nn.Module
     note: str
@@ -376,8 +378,8 @@ class _NewNorm(NamedTuple):
 
 
 def _nearest(model: nn.Module, name: str) -> Tensor:
-    """Returns a tensor of a norm's device and dtype: one of the norm, or one of the smallest module around it that has
-    any."""
+    """Returns a tensor with a norm's device and dtype: one of the norm, or of the smallest module around it that has a
+    floating-point tensor."""
     while True:
         module = model.get_submodule(name)
         for tensor in (*module.parameters(), *module.buffers()):
@@ -389,7 +391,7 @@ def _nearest(model: nn.Module, name: str) -> Tensor:
 
 
 def _share(old: nn.Module, made: _NewNorm, shared: dict[tuple[nn.Parameter, str, torch.Size], nn.Parameter]) -> None:
-    """Gives new norms one common parameter if the old norms shared one. `shared`: the new parameters so far."""
+    """Makes new norms share a parameter if the old norms shared one. `shared`: the new parameters so far."""
     for leaf, new in made.counterparts.items():
         parameter = getattr(made.norm, new)
         setattr(made.norm, new, shared.setdefault((getattr(old, leaf), new, parameter.shape), parameter))
@@ -404,8 +406,8 @@ def _twin(
     like: Tensor,
     options: Mapping[str, Any],
 ) -> _NewNorm:
-    """Returns the new norm for the place of `old` at `path`, on the device and with the dtype of `like`. `known`: the
-    norm that `old` computes. Errors: InputError if the new norm has another width."""
+    """Returns the new norm that replaces `old` at `path`, on the device and with the dtype of `like`. `known`: the norm
+    that `old` computes. Errors: InputError if the new norm has another width."""
     has_bias = known.bias is not None or known.computes != "layernorm"
     wanted: dict[str, Any] = {"device": like.device, "dtype": like.dtype, "bias": has_bias}
     if known.gain is None and known.bias is None:
@@ -416,7 +418,7 @@ def _twin(
     takes_eps = target.title not in FAMILIES or FAMILIES[target.title].settings["eps_place"] == "inside"
     if takes_eps and (
         computes == known.computes or {computes, known.computes} <= {"layernorm", "rmsnorm"}
-    ):  # the two norms use ε in the same way
+    ):  # both norms use ε in the same way
         if known.eps is None:  # torch's RMSNorm uses the machine epsilon of the dtype it computes in
             wanted["eps"] = torch.finfo(torch.promote_types(like.dtype, torch.float32)).eps
         elif not math.isnan(known.eps):
@@ -435,7 +437,11 @@ def _twin(
             f"{target.title}({known.width}) makes a norm of width {new_known.width}, and {path} has width {known.width}"
         )
     names = (known.gain, known.bias) if new_known is None else (new_known.gain, new_known.bias)
-    pairs = {mine: its for mine, its in zip((known.gain, known.bias), names) if mine and its and its in parameters}
+    pairs = {
+        old_name: new_name
+        for old_name, new_name in zip((known.gain, known.bias), names)
+        if old_name and new_name and new_name in parameters
+    }
     notes = [
         f"{what} dropped" for what, name in (("gain", known.gain), ("bias", known.bias)) if name and name not in pairs
     ]
@@ -449,18 +455,18 @@ def _twin(
         if isinstance(old, nfnn.PRepBN) and not old.t.is_meta and int(old.t) > old.warm + 1:
             raise InputError(
                 f"{path} is a PRepBN that has begun to fade, and {target.title} cannot take its values over: swap it "
-                'for repbn, which computes what it computes in evaluation, or give init="fresh"'
+                'for repbn, which computes what it computes in evaluation, or give init="default"'
             )
         notes += ["share dropped"] * (isinstance(old, nfnn.RepBN) and not isinstance(old, nfnn.PRepBN))
         notes += _match(old, known, new, new_known)
     first = next(old.parameters(recurse=False), None)
-    learned = {its: getattr(old, mine) for mine, its in pairs.items()}
+    learned = {new_name: getattr(old, old_name) for old_name, new_name in pairs.items()}
     for name, parameter in parameters.items():
         parameter.requires_grad_(getattr(learned.get(name, first), "requires_grad", True))
         if name not in learned and isinstance(first, nn.Parameter):
             hand_over_plain(first, parameter)
-    for mine, its in pairs.items():
-        hand_over_parameter(f"{path}.{mine}", getattr(old, mine), parameters[its])
+    for old_name, new_name in pairs.items():
+        hand_over_parameter(f"{path}.{old_name}", getattr(old, old_name), parameters[new_name])
     new.train(old.training)
     return _NewNorm(new, ", ".join(notes), pairs)
 
@@ -468,10 +474,10 @@ def _twin(
 @torch.no_grad()
 def _match_blended(old: nfnn.RepBN, new: nfnn.RepBN) -> None:
     """Copies the parameters and buffers that both norms have. In evaluation both then compute the same."""
-    had = {**dict(old.named_parameters(recurse=False)), **dict(old.named_buffers(recurse=False))}
-    own = {**dict(new.named_parameters(recurse=False)), **dict(new.named_buffers(recurse=False))}
-    for name in had.keys() & own.keys():
-        own[name].copy_(had[name])
+    olds = {**dict(old.named_parameters(recurse=False)), **dict(old.named_buffers(recurse=False))}
+    news = {**dict(new.named_parameters(recurse=False)), **dict(new.named_buffers(recurse=False))}
+    for name in olds.keys() & news.keys():
+        news[name].copy_(olds[name])
 
 
 @torch.no_grad()
@@ -482,26 +488,27 @@ def _match(old: Any, known: RecognisedNorm, new: Any, new_known: RecognisedNorm)
         getattr(new, new_known.bias).copy_(getattr(old, known.bias))
     if not (known.gain and new_known.gain):
         return []
-    mine, its = getattr(old, known.gain).detach(), getattr(new, new_known.gain)
-    if not (mine.is_meta or its.is_meta):
-        relative = known.factor * (known.offset + mine.to("cpu", torch.float64))
-        if its.numel() == 1 and relative.numel() > 1:
+    old_gain, new_gain = getattr(old, known.gain).detach(), getattr(new, new_known.gain)
+    if not (old_gain.is_meta or new_gain.is_meta):
+        relative = known.factor * (known.offset + old_gain.to("cpu", torch.float64))
+        if new_gain.numel() == 1 and relative.numel() > 1:
             relative = relative.square().mean().sqrt()
-        its.copy_((relative / new_known.factor - new_known.offset).broadcast_to(its.shape))
-        if known.offset == new_known.offset != 0 and known.factor == new_known.factor and mine.shape == its.shape:
-            its.copy_(mine)
+        new_gain.copy_((relative / new_known.factor - new_known.offset).broadcast_to(new_gain.shape))
+        is_same_form = known.offset == new_known.offset != 0 and known.factor == new_known.factor
+        if is_same_form and old_gain.shape == new_gain.shape:  # copied without a rounding of offset + gain
+            new_gain.copy_(old_gain)
     times, plus = known.factor / new_known.factor, known.offset - new_known.offset * new_known.factor / known.factor
-    if mine.numel() != its.numel() or (known.gain, times, plus) == (new_known.gain, 1, 0):
+    if old_gain.numel() != new_gain.numel() or (known.gain, times, plus) == (new_known.gain, 1, 0):
         return []
-    count = f"the old {known.gain}" if plus == 0 else f"{plus:g} + the old {known.gain}"
+    conversion = f"the old {known.gain}" if plus == 0 else f"{plus:g} + the old {known.gain}"
     if times != 1:
-        count = f"{times:.6g}·" + (count if plus == 0 else f"({count})")
-    return [f"{new_known.gain} is {count}"]
+        conversion = f"{times:.6g}·" + (conversion if plus == 0 else f"({conversion})")
+    return [f"{new_known.gain} is {conversion}"]
 
 
 def _exchanged(model: nn.Module, places: list[tuple[str, nn.Module]], made: Mapping[nn.Module, _NewNorm]) -> Exchange:
-    """Returns for each parameter of the old norms the parameters that replace it. A parameter that other modules have,
-    too, is among its own replacements."""
+    """Returns for each parameter of the old norms the parameters that replace it. A parameter that a remaining module
+    shares is one of its own replacements."""
     kept = {p for module in model.modules() if module not in made for p in module.parameters(recurse=False)}
     out: Exchange = {}
     for name, old in places:
@@ -515,12 +522,15 @@ def _exchange(name: str, old: nn.Module, made: _NewNorm) -> Exchange:
     """Returns the exchange of one norm's parameters. New parameters without a counterpart count as replacements of the
     first old one."""
     olds, news = dict(old.named_parameters(recurse=False)), dict(made.norm.named_parameters(recurse=False))
-    taken = made.counterparts
-    out = {p: [(f"{name}.{taken[leaf]}", news[taken[leaf]])] if leaf in taken else [] for leaf, p in olds.items()}
+    counterparts = made.counterparts
+    exchange = {
+        p: [(f"{name}.{counterparts[leaf]}", news[counterparts[leaf]])] if leaf in counterparts else []
+        for leaf, p in olds.items()
+    }
     if olds:
-        rest = [(f"{name}.{leaf}", p) for leaf, p in news.items() if leaf not in taken.values()]
-        out[next(iter(olds.values()))] += rest
-    return out
+        rest = [(f"{name}.{leaf}", p) for leaf, p in news.items() if leaf not in counterparts.values()]
+        exchange[next(iter(olds.values()))] += rest
+    return exchange
 
 
 def _switch_off_fast_paths(model: nn.Module, new: set[nn.Module], edits: Edits) -> list[Row]:

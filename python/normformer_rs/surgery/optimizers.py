@@ -65,7 +65,8 @@ class Repoint:
             before = _named(group)
             old.append((group, before))
             _set(group, [made for name, p in before for made in self.exchange.get(p, [(name, p)])])
-        for p in [*self.drawn, *(p for p, new in self.exchange.items() if all(p is not q for _, q in new))]:
+        removed = (p for p, new in self.exchange.items() if all(p is not q for _, q in new))
+        for p in (*self.drawn, *removed):
             optimizer.state.pop(p, None)
 
         def back() -> None:
@@ -87,14 +88,16 @@ class Repoint:
     def _take_back(self, group: dict[str, Any], before: Sequence[tuple[str, nn.Parameter]]) -> set[nn.Parameter]:
         """Restores the exchanged parameters of a group (`before`: its parameters at the swap). Parameters that were
         added or removed since stay so. Returns the new parameters, which the undo removes."""
-        came = {q for _, p in before for _, q in self.exchange.get(p, ())} - {p for _, p in before}
-        kept = [(name, q) for name, q in _named(group) if q not in came]
+        new = {q for _, p in before for _, q in self.exchange.get(p, ())} - {p for _, p in before}
+        kept = [(name, q) for name, q in _named(group) if q not in new]
         for i, (name, p) in enumerate(before):
             if p in self.exchange and all(p is not q for _, q in kept):
                 earlier = {q for _, q in before[:i]}
-                kept.insert(max((j + 1 for j, (_, q) in enumerate(kept) if q in earlier), default=0), (name, p))
+                # right after the last of the parameters that came before p at the swap
+                position = max((j + 1 for j, (_, q) in enumerate(kept) if q in earlier), default=0)
+                kept.insert(position, (name, p))
         _set(group, kept)
-        return came
+        return new
 
 
 def _named(group: dict[str, Any]) -> list[tuple[str, nn.Parameter]]:
@@ -112,7 +115,7 @@ def _set(group: dict[str, Any], named: Sequence[tuple[str, nn.Parameter]]) -> No
 
 
 class _Heirs(NamedTuple):
-    """The new parameters, with names, that a swap put in the place of an old one. `title`: the swap's."""
+    """The (name, parameter) pairs with which a swap replaced an old parameter. `title`: the swap's title."""
 
     title: str
     named: list[tuple[str, "weakref.ref[nn.Parameter]"]]
@@ -121,7 +124,9 @@ class _Heirs(NamedTuple):
 _CHECKED: "weakref.WeakKeyDictionary[torch.optim.Optimizer, int]" = weakref.WeakKeyDictionary()
 """For each optimizer, the value of `_exchanges` when it was last checked."""
 _exchanges = 0
+"""The number of exchanges in this process so far."""
 _LISTENING: list[Any] = []
+"""The handle of `_check`'s hook, once it is registered."""
 
 
 def watch(exchange: Exchange, back: Exchange, edits: Edits) -> None:
@@ -143,10 +148,10 @@ def _expect(title: str, exchange: Exchange) -> list[tuple[nn.Parameter, _Heirs]]
     _exchanges += 1
     heirs = []
     for p, new in exchange.items():
-        came = _Heirs(title, [(name, weakref.ref(q)) for name, q in new if q is not p])
-        if came.named:
-            HEIRS.setdefault(p, []).append(came)
-            heirs.append((p, came))
+        replacements = _Heirs(title, [(name, weakref.ref(q)) for name, q in new if q is not p])
+        if replacements.named:
+            HEIRS.setdefault(p, []).append(replacements)
+            heirs.append((p, replacements))
     # making an optimizer loads torch._dynamo, so without that module there is no optimizer that could warn
     if not _LISTENING and "torch._dynamo" in sys.modules:
         _LISTENING.append(register_optimizer_step_pre_hook(torch.compiler.disable(_check)))
@@ -174,7 +179,7 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _forgotten(optimizer: torch.optim.Optimizer) -> tuple[list[tuple[str, nn.Parameter]], str]:
-    """Returns the new parameters that replaced an optimizer's parameters and that it does not have, and the title of
+    """Returns the parameters that replaced an optimizer's parameters but are not in the optimizer, and the title of
     their swap."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     known, found, title = {id(p) for p in own}, [], ""

@@ -33,18 +33,20 @@ _LOOKS = 8
 
 
 def read_padding(model: nn.Module, edits: Edits) -> None:
-    """Makes each module of `model` whose forward takes padding masks hand them to the norms with statistics inside it.
+    """Makes each module of `model` whose forward takes padding masks pass them to the norms with statistics inside it.
 
-    If such modules are nested, the inner one's masks are used. If it gets none, the outer one's are used, unless the
-    outer one takes a mask for each of two stacks. Attention masks, (B, 1, T, T), are used if no outer module with masks
-    of one stack is running.
+    If such modules are nested, the inner module's masks are used. If it gets none, the outer module's are used, unless
+    the outer module takes a mask for each of two stacks. Attention masks, (B, 1, T, T), are used if no outer module
+    with masks of one stack is running.
     """
     said: set[str] = set()
     for module in model.modules():
         names = _arguments(module)
-        hears = any(isinstance(getattr(hook, "__self__", None), _Reader) for hook in module._forward_pre_hooks.values())
+        has_reader = any(
+            isinstance(getattr(hook, "__self__", None), _Reader) for hook in module._forward_pre_hooks.values()
+        )
         if (
-            hears
+            has_reader
             or not any(name in names for name in _NAMES)
             or not any(isinstance(m, RunningNorm) for m in module.modules() if m is not module)
         ):
@@ -55,7 +57,7 @@ def read_padding(model: nn.Module, edits: Edits) -> None:
 
 
 def _arguments(module: nn.Module) -> dict[str, int]:
-    """Returns the arguments of a module's forward that tell about padding: name → position."""
+    """Returns the arguments of a module's forward from which padding can be read: name → position."""
     try:
         names = [*inspect.signature(module.forward).parameters]
     except (TypeError, ValueError):  # a forward in C
@@ -75,7 +77,7 @@ class _Reader:
         self.batch_first = next((layout for layout in layouts if isinstance(layout, bool)), True)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The hook before a call: gives norms inside the module the masks among its arguments, or the outer ones."""
+        """Gives norms inside the module the masks among its arguments, or the outer ones. The hook before a call."""
         here, is_compiling = self._begun(), torch.compiler.is_compiling()
         # a KeyboardInterrupt skips the hook that ends a call, so an earlier call of this module may still be noted
         outer = given() if here is None else here.outer
@@ -94,7 +96,7 @@ class _Reader:
                 self._warn_of_padding_tokens(module, got, decoders)
 
     def leave(self, module: nn.Module, _: Any, __: Any) -> None:
-        """The hook after a call: puts the outer masks in force again, and warns if masks did not fit norms' inputs."""
+        """Restores the outer masks, and warns if masks did not fit the norms' inputs. The hook after a call."""
         now = self._begun()
         if now is None:  # no call began, because a hook that ran before `enter` raised
             return
@@ -110,7 +112,7 @@ class _Reader:
                 self._say("none", f"{text}, and took padding in: {_OTHERWISE}")
 
     def _begun(self) -> GivenMasks | None:
-        """Returns the masks of this module's call that has begun and not ended. None: there is no such call."""
+        """Returns the masks of this module's call that is running. None: there is no such call."""
         now = given()
         while now is not None and now.reader is not self:
             now = now.outer
@@ -120,8 +122,10 @@ class _Reader:
         """Returns the padding masks among a call's arguments, each once."""
         read: dict[int, Tensor] = {}
         for name, mask in got.items():
-            is_attentions = mask.dim() > 2
-            if name in _NAMES and (not is_attentions or ((outer is None or outer.takes_both) and mask.shape[0] > 1)):
+            is_attention_mask = mask.dim() > 2
+            if name in _NAMES and (
+                not is_attention_mask or ((outer is None or outer.takes_both) and mask.shape[0] > 1)
+            ):
                 read[id(mask)] = self._padding(name, mask)
         return tuple(read.values())
 
@@ -187,7 +191,7 @@ class _Reader:
         self.looks += 1
         for mask, ids in looked:
             padded = ids == pad
-            if not is_sure:  # the token also ends sentences: of two in a row, one is padding
+            if not is_sure:  # the token may also end a sentence, but of two in a row one is padding
                 padded = padded[:, 1:] & padded[:, :-1]
             if padded.shape[1] and bool(padded[:, [0, -1]].any()):
                 text = f"norms with statistics took padding in: call {type(module).__name__} with its {mask}"

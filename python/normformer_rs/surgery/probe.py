@@ -44,7 +44,7 @@ KINDS: dict[str, Any] = {entry["name"]: nfnn.norm_class(entry["name"]) for entry
 """The class of every norm of the table."""
 
 
-class _Question(NamedTuple):
+class _Settings(NamedTuple):
     """Settings of trial calls: device, dtype, the sizes of rows, and the allowed error."""
 
     device: torch.device
@@ -58,14 +58,14 @@ class _Question(NamedTuple):
     error: float
 
 
-_EXACT = _Question(torch.device("cpu"), torch.float64, 1e6, 1e12, 1e-30, 1e-9)
+_EXACT = _Settings(torch.device("cpu"), torch.float64, 1e6, 1e12, 1e-30, 1e-9)
 _NEAR = 1e-3
-"""The allowed error for rows of x ≈ 1. There, ε's place makes a difference: whether it is added to σ or σ², say."""
+"""The allowed error for rows of x ≈ 1. There it matters where ε is added, for example to σ or to σ²."""
 
 
 def probe(module: nn.Module, width: int | None = None, computes: str | None = None) -> RecognisedNorm | str:
-    """Returns the norm that trial calls of a copy find, or the reason why there is none. The module and the random
-    state do not change.
+    """Returns the norm that trial calls of a copy of the module show, or the reason why it is none. The module and the
+    random state do not change.
 
     The first calls are in f64 on the CPU. If they fail, the next are in f32 on the module's device, since its kernels
     may support nothing else.
@@ -84,10 +84,10 @@ def probe(module: nn.Module, width: int | None = None, computes: str | None = No
     first = next(iter(parameters.values()), None)
     device = _EXACT.device if first is None or first.is_meta else first.device
     found: RecognisedNorm | str = f"computes no norm over rows of width {width}"
-    for question in (_EXACT, _Question(device, torch.float32, 1e3, 1e9, 1e-18, 1e-4)):
+    for settings in (_EXACT, _Settings(device, torch.float32, 1e3, 1e9, 1e-18, 1e-4)):
         with _EXACT.device:
             try:
-                found = _find(_Trial(module, parameters, width, question), names)
+                found = _find(_Trial(module, parameters, width, settings), names)
             except Exception as reason:  # a module may raise anything for rows that it does not take
                 said = str(reason).partition("\n")[0]
                 found = f"takes no rows of width {width} ({type(reason).__name__}: {said})"
@@ -165,8 +165,8 @@ def _forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def _width(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> int | None:
-    """Returns a norm's width: the length of its parameters, or, if they are single numbers or missing, the only whole
-    number > 1 among its attributes. None: the width is unknown."""
+    """Returns a norm's width: the length of its parameters. If they are single numbers or missing, it is the only whole
+    number > 1 among the attributes. None: the width is unknown."""
     sizes = {p.shape[-1] for p in parameters.values() if p.numel() > 1}
     if not sizes:
         for name, value in vars(module).items():
@@ -181,9 +181,9 @@ class _Trial:
     """Trial calls of a module, with their rows x."""
 
     def __init__(
-        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], width: int, question: _Question
+        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], width: int, settings: _Settings
     ) -> None:
-        self.module, self.parameters, self.width, self.question = module, parameters, width, question
+        self.module, self.parameters, self.width, self.settings = module, parameters, width, settings
         self._generator = torch.Generator("cpu").manual_seed(0)
         shape = (2, 5 if width == 3 else 3, width)  # the dimension before the last must differ from the width
         self.x = self._normal(*shape) + self._normal(*shape[:2], 1)
@@ -204,19 +204,19 @@ class _Trial:
 
     def _call(self, x: Tensor, values: Mapping[str, Tensor], training: bool) -> Tensor:
         """Returns the output of a copy of the module. Errors: ValueError if its shape is not that of x."""
-        device, dtype = self.question.device, self.question.dtype
+        device, dtype = self.settings.device, self.settings.dtype
         filled = {name: values.get(name, torch.zeros(p.shape)) for name, p in self.parameters.items()}
         twin = _stand_in(self.module, {name: p.to(device, dtype) for name, p in filled.items()}).train(training)
-        with _undisturbed(self.question), torch.set_grad_enabled(x.requires_grad):
+        with _undisturbed(self.settings), torch.set_grad_enabled(x.requires_grad):
             y = _forward(self.module)(twin, x.to(device, dtype))
         if not isinstance(y, Tensor) or y.shape != x.shape:
             raise ValueError(f"returns {tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__}")
         return y
 
-    def holds(self, known: RecognisedNorm, eps: float) -> bool:
-        """Returns whether the norm found agrees with the module in harder cases, in both modes: gains of both signs and
-        of any size, many rows, rows with a few large numbers, huge rows, rows without a batch, and the gradient."""
-        _, _, large, huge, _, error = self.question
+    def agrees(self, known: RecognisedNorm, eps: float) -> bool:
+        """Returns whether the norm `known` agrees with the module in harder cases, in both modes: gains of both signs
+        and of any size, many rows, rows with a few large numbers, huge rows, rows without a batch, and the gradient."""
+        _, _, large, huge, _, error = self.settings
         values = {name: torch.where(value > 1, value, -value) for name, value in self.drawn().items()}
         many = self._normal(1, 300, self.width) * self._normal(1, 300, self.width).mul(2).exp()
         many[0, :9, 1:] *= 1e-6
@@ -235,11 +235,11 @@ class _Trial:
             y = self._call(x, values, False)
         except Exception:  # the module does not accept rows without a batch
             return True
-        return _gap(y.double().cpu(), _compute(known, x, values, eps)) < 10 * self.question.error
+        return _gap(y.double().cpu(), _compute(known, x, values, eps)) < 10 * self.settings.error
 
     def _has_gradient(self, known: RecognisedNorm, eps: float, values: Mapping[str, Tensor]) -> bool:
         """Returns whether the norm's gradient agrees with the module's, or the module fails in training mode."""
-        x, dy = (self.question.large * self.x).requires_grad_(), self._normal(*self.x.shape)
+        x, dy = (self.settings.large * self.x).requires_grad_(), self._normal(*self.x.shape)
         try:
             y = self._call(x, values, True)
         except Exception:  # the module fails in training mode or with gradients, so it is used for inference only
@@ -247,12 +247,12 @@ class _Trial:
         with torch.enable_grad():
             expected = torch.autograd.grad(_compute(known, x, values, eps), x, dy)[0]
         dx = torch.autograd.grad(y, x, dy.to(y))[0] if y.requires_grad else torch.zeros_like(expected)
-        return _gap(dx, expected) < 10 * self.question.error
+        return _gap(dx, expected) < 10 * self.settings.error
 
 
 def _find(trial: _Trial, names: Sequence[str]) -> RecognisedNorm | str:
     """Returns the norm among `names` that the module computes, or the reason why it computes none of them."""
-    _, _, large, _, tiny, error = trial.question
+    _, _, large, _, tiny, error = trial.settings
     none = f"computes no norm over rows of width {trial.width}"
 
     # Large rows show all terms of y = factor·(offset + gain)⊙x̂ + bias, because ε has no effect in them.
@@ -263,39 +263,39 @@ def _find(trial: _Trial, names: Sequence[str]) -> RecognisedNorm | str:
     if len(biases) > 1 or len(gains) > 1:
         return "its parameters are not a gain and a bias"
     gain, bias = next(iter(gains), None), next(iter(biases), None)
-    hat = slopes[gain] / values[gain] if gain else zero
-    fits = [(name, *_fit(hat, _row(name, large * trial.x, 0.0))) for name in names]
-    near = [(name, factor) for name, factor, gap in fits if gap < error]
-    if not near:
+    x_hat = slopes[gain] / values[gain] if gain else zero
+    fits = [(name, *_fit(x_hat, _row(name, large * trial.x, 0.0))) for name in names]
+    fitting = [(name, factor) for name, factor, gap in fits if gap < error]
+    if not fitting:
         return none
-    offset, gap = _fit(zero, hat)
+    offset, gap = _fit(zero, x_hat)
     if gap > error:
         return "its gain does not multiply a norm"
-    if gain is None and abs(near[0][1] - 1) > error:
-        return f"multiplies by {near[0][1]:.6g}, which no gain of its own could carry"
+    if gain is None and abs(fitting[0][1] - 1) > error:
+        return f"multiplies by {fitting[0][1]:.6g}, which no gain of its own could carry"
     if gain:
         has_one = trial.parameters[gain].numel() == 1
-        near = [pair for pair in near if KINDS[pair[0]].has_one_gain == has_one] or near
+        fitting = [pair for pair in fitting if KINDS[pair[0]].has_one_gain == has_one] or fitting
 
-    # In tiny rows x̂ is x divided by a power of ε, which tells ε. Norms that agree for tiny and large rows still differ
-    # between them, at the size where ε begins to count.
+    # In tiny rows x̂ is x divided by a power of ε, from which ε follows. Norms that agree for tiny and large rows still
+    # differ between them, at the size where ε begins to count.
     tiny_zero = trial.answer(tiny, {})
-    tiny_hat = (trial.answer(tiny, {gain: values[gain]}) - tiny_zero) / values[gain] if gain else tiny_zero
-    again, found = trial.drawn(), []
-    for name, factor in near:
+    tiny_x_hat = (trial.answer(tiny, {gain: values[gain]}) - tiny_zero) / values[gain] if gain else tiny_zero
+    new_values, found = trial.drawn(), []
+    for name, factor in fitting:
         offset, factor = _rounded(offset, error), _rounded(factor, error, trial.width)
-        eps, size = _epsilon(name, tiny_hat / factor, tiny * trial.x)
+        eps, size = _epsilon(name, tiny_x_hat / factor, tiny * trial.x)
         known = RecognisedNorm(trial.width, name, gain, bias, _attribute(trial, eps), offset, factor)
         gaps = []
         for scale in (large, 1.0, max(size, tiny)):
-            expected = _compute(known, scale * trial.x, again, eps)
-            gaps.append(max(_gap(trial.answer(scale, again, training), expected) for training in (False, True)))
+            expected = _compute(known, scale * trial.x, new_values, eps)
+            gaps.append(max(_gap(trial.answer(scale, new_values, training), expected) for training in (False, True)))
         if max(gaps[:2]) < _NEAR:
             found.append((gaps[2], known, eps))
     if not found:
         return none
     _, best, eps = min(found, key=lambda one: one[0])
-    return best if trial.holds(best, eps) else f"computes {best.computes} for some rows, gains or modes alone"
+    return best if trial.agrees(best, eps) else f"computes {best.computes} for some rows, gains or modes alone"
 
 
 def _stand_in(module: nn.Module, parameters: Mapping[str, Tensor]) -> nn.Module:
@@ -314,10 +314,10 @@ def _stand_in(module: nn.Module, parameters: Mapping[str, Tensor]) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _undisturbed(question: _Question) -> Iterator[None]:
+def _undisturbed(settings: _Settings) -> Iterator[None]:
     """Runs a `with` block without gradients, autocast, compiler and warnings, and without changing the states of the
     random generators."""
-    device = question.device
+    device = settings.device
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
@@ -327,7 +327,7 @@ def _undisturbed(question: _Question) -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(device)
-        if question is _EXACT:
+        if settings is _EXACT:
             stack.enter_context(Widened())
         yield
 
@@ -357,7 +357,7 @@ def _compute(known: RecognisedNorm, x: Tensor, values: Mapping[str, Tensor], eps
 
 
 def _fit(y: Tensor, x: Tensor) -> tuple[float, float]:
-    """Returns the c with y ≈ c·x, and the gap between y and c·x."""
+    """Returns the c that fits y ≈ c·x best, and the gap between y and c·x."""
     c = float((y * x).sum() / (x * x).sum())
     return c, _gap(y, c * x, x)
 
@@ -376,7 +376,7 @@ def _rounded(value: float, error: float, width: int = 1) -> float:
 
 
 def _epsilon(name: str, hat: Tensor, x: Tensor) -> tuple[float, float]:
-    """Returns ε, and the size of rows at which it begins to count. `hat`: x̂ of rows x, which are much smaller."""
+    """Returns ε, and the size of rows at which it begins to count. `hat`: x̂ of rows x much smaller than that."""
     most = float(hat.abs().max())
     if not math.isfinite(most) or _gap(hat, _row(name, x, 0.0)) < _NEAR:
         return 0.0, 0.0
@@ -387,12 +387,12 @@ def _epsilon(name: str, hat: Tensor, x: Tensor) -> tuple[float, float]:
 
 
 def _attribute(trial: _Trial, eps: float) -> float | None:
-    """Returns the module's attribute that equals the ε found, else that ε. None: the module uses the machine
-    epsilon."""
-    error, own = math.sqrt(trial.question.error), vars(trial.module)
-    if "eps" in own and own["eps"] is None:
-        machine = torch.finfo(trial.question.dtype).eps
+    """Returns the module's attribute that equals the ε found; without such an attribute, the ε found. None: the module
+    uses the machine epsilon."""
+    error, attributes = math.sqrt(trial.settings.error), vars(trial.module)
+    if "eps" in attributes and attributes["eps"] is None:
+        machine = torch.finfo(trial.settings.dtype).eps
         if abs(eps - machine) <= error * machine:
             return None
-    numbers = [value for value in own.values() if type(value) is float and value > 0]
+    numbers = [value for value in attributes.values() if type(value) is float and value > 0]
     return next((value for value in numbers if abs(eps - value) <= error * value), float(f"{eps:.10g}"))

@@ -1,5 +1,5 @@
-"""Proves the structure that a run has found: if blocks are swapped to the scheme they are found to have, the model must
-still compute the same."""
+"""Proves the structure that a run has found: blocks are swapped to the scheme that they already have, and the model's
+results must not change."""
 
 import contextlib
 import functools
@@ -27,9 +27,9 @@ _IN_16_BITS = 0.1
 
 
 class OwnForm(Scheme):
-    """The scheme that blocks are found to have themselves. With `is_wide` it also has a second stream of zeros, and a
-    weighted sum of all outputs in which only the last has a weight. These change no result, but make the hidden state
-    as wide as schemes with several tensors do."""
+    """The scheme that the blocks already have, as a run has found it. With `is_wide` it also has a second stream of
+    zeros, and a weighted sum of all outputs in which only the last has a weight. These change no result, but make the
+    hidden state wider, as schemes with several tensors do."""
 
     name = "own-form"
 
@@ -79,27 +79,27 @@ def prove(
         before: the runs before the swap; key True: in training mode, False: in evaluation mode.
     """
 
-    def fault(some: list[Group]) -> str | None:
-        """Swaps some groups to their own scheme and back. Returns a message if the results changed, else None."""
+    def fault(tested: list[Group]) -> str | None:
+        """Swaps groups to their own scheme and back. Returns a message if the results changed, else None."""
         edits = Edits(model, "an identity swap")
         try:
-            swap(some, lambda group: OwnForm(group, is_wide), edits)
+            swap(tested, lambda group: OwnForm(group, is_wide), edits)
             for mode, old in before.items():
-                said = differ(old, look(mode, old.has_backward))
-                if said is not None:
-                    return said + " in training mode" * mode
+                message = differ(old, look(mode, old.has_backward))
+                if message is not None:
+                    return message + " in training mode" * mode
             return None
         except Exception as reason:  # a model may raise anything on a hidden state of another width
             return in_words(reason)
         finally:
             edits.take_back()
-            for group in some:  # a loop's views are not part of the model, so take_back() does not reach them
+            for group in tested:  # a loop's views are not part of the model, so take_back() does not reach them
                 for view in () if group.loop is None else group.blocks:
                     vars(view).pop("residual", None)
 
     if fault(groups) is None:
         return {}
-    return {group.path: said for group in groups if (said := fault([group])) is not None}
+    return {group.path: message for group in groups if (message := fault([group])) is not None}
 
 
 Gradients = dict[Any, Tensor]
@@ -118,7 +118,7 @@ class Observed(NamedTuple):
 
 
 Look = Callable[[bool, bool], Observed]
-"""Runs a model in evaluation or training mode, with or without a backward pass."""
+"""A function (training, has_backward) that runs a model in that mode, with or without a backward pass."""
 
 
 def in_both_modes(look: Look) -> dict[bool, Observed]:
@@ -131,8 +131,8 @@ def in_both_modes(look: Look) -> dict[bool, Observed]:
 
 
 def observe(model: nn.Module, run: Any, groups: list[Group], training: bool, has_backward: bool) -> Observed:
-    """Returns the outputs and gradients of one run. The random state is the same for each run, and dropout layers have
-    the rate 0, since the fused step draws other masks than torch."""
+    """Returns the outputs and gradients of one run. The random state is the same for each run. The rate of dropout is
+    0, since the fused step draws other masks than torch."""
     outputs: list[Tensor] = []
     gradients: Gradients = {}
     with quietly(model), _undropped(model), torch.enable_grad(), _tapped(model, groups, gradients):
@@ -162,7 +162,7 @@ def _undropped(model: nn.Module) -> Iterator[None]:
             module.p = p
 
 
-def _put_down(table: Gradients, owner: Any, gradient: Tensor) -> None:
+def _accumulate(table: Gradients, owner: Any, gradient: Tensor) -> None:
     """Adds a gradient, or its sums if it is large, to the table's entry for `owner`."""
     g = gradient.detach().to_dense().flatten()
     if g.numel() > _MANY:
@@ -173,17 +173,17 @@ def _put_down(table: Gradients, owner: Any, gradient: Tensor) -> None:
 
 
 class _Tap(torch.autograd.Function):
-    """Makes an alias of a parameter whose gradient goes to the function `put_down` only: neither the parameter's hooks
+    """Makes an alias of a parameter. Its gradient goes to the function `accumulate` only: neither the parameter's hooks
     nor its `grad` see it."""
 
     @staticmethod
-    def forward(ctx: Any, alias: Tensor, put_down: Callable[[Tensor], None]) -> Tensor:
-        ctx.put_down = put_down
+    def forward(ctx: Any, alias: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor:
+        ctx.accumulate = accumulate
         return alias.view_as(alias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        ctx.put_down(gradient)
+        ctx.accumulate(gradient)
         return None, None
 
 
@@ -200,7 +200,7 @@ def _tapped(model: nn.Module, groups: list[Group], table: Gradients) -> Iterator
             return None
         if block not in first:
             new = (x if x.grad_fn is not None else x.detach().requires_grad_()).clone()
-            new.register_hook(functools.partial(_put_down, table, block))
+            new.register_hook(functools.partial(_accumulate, table, block))
             first[block] = x, new
         elif x is not first[block][0]:  # another call, by a layer that shares the block or by recomputation
             return None
@@ -209,7 +209,7 @@ def _tapped(model: nn.Module, groups: list[Group], table: Gradients) -> Iterator
 
     owners = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     own = [(m, name, p) for m in owners for name, p in m._parameters.items() if p is not None and p.requires_grad]
-    taps = {p: _Tap.apply(p.detach().requires_grad_(), functools.partial(_put_down, table, p)) for _, _, p in own}
+    taps = {p: _Tap.apply(p.detach().requires_grad_(), functools.partial(_accumulate, table, p)) for _, _, p in own}
     hooks = [g.blocks[0].register_forward_pre_hook(enter, with_kwargs=True) for g in groups]
     try:
         for module, name, p in own:
@@ -228,13 +228,16 @@ def differ(before: Observed, now: Observed) -> str | None:
         return f"without a swap it fails, and nothing can be compared: {in_words(before.error)}"
     if now.error is not None and before.error is None:
         return in_words(now.error)
-    said = difference(before.outputs, now.outputs)  # if the model has no backward pass, only outputs are compared
+    message = difference(before.outputs, now.outputs)  # if the model has no backward pass, only outputs are compared
+    if message is not None:
+        return message
     pairs = [(g, now.gradients.get(p)) for p, g in before.gradients.items()]
     top = max((size for g, _ in pairs if math.isfinite(size := _largest(g))), default=0.0)
-    for g, other in pairs if said is None else ():
-        said = said or difference([g], [torch.zeros_like(g) if other is None else other], least=top * 1e-2)
-        said = said and said.replace("outputs differ", "gradients differ")
-    return said
+    for g, other in pairs:
+        message = difference([g], [torch.zeros_like(g) if other is None else other], least=top * 1e-2)
+        if message is not None:
+            return message.replace("outputs differ", "gradients differ")
+    return None
 
 
 def in_words(reason: Exception | None) -> str:
@@ -264,11 +267,11 @@ def difference(
         return "its outputs have other shapes"
     for a, b in zip(before, now):
         error = _ERRORS.get(a.dtype, in_16_bits)
-        size: Any = _largest if a.dtype in _ERRORS else _root_of_mean
-        apart, there = a - b, torch.isfinite(a)
-        if not there.all():
-            a, apart = a[there], apart[there]
-        scale, distance = (size(t) if t.numel() else 0.0 for t in (a, apart))
+        size_of: Any = _largest if a.dtype in _ERRORS else _root_of_mean
+        gap, is_finite = a - b, torch.isfinite(a)
+        if not is_finite.all():  # compare only the numbers that were finite before
+            a, gap = a[is_finite], gap[is_finite]
+        scale, distance = (size_of(t) if t.numel() else 0.0 for t in (a, gap))
         if not distance <= error * max(scale, least):
             return f"its outputs differ by {distance:.3g} of {scale:.3g}"
     return None

@@ -87,6 +87,7 @@ def alike(module: nn.Module) -> Hashable:
     if original(type(module)) in _READERS or has_stateful_parts(module) or module._buffers or not is_plain:
         return module
     parts = {name: alike(part) for name, part in module.named_children()}
+    # if a child is its own key, so is the module
     if any(part in parts.values() for part in module.children()):
         return module
     shapes = ((name, None if p is None else p.shape) for name, p in module._parameters.items())
@@ -143,9 +144,9 @@ def _registered(module: nn.Module, said: Any) -> RecognisedNorm | str:
 
 
 def _by_convention(module: nn.Module, width: int, computes: str, by_order: bool = True) -> RecognisedNorm:
-    """Returns a norm whose parameters named weight and bias are those of the norm `computes`. If a name is missing, the
-    parameters' order tells which is which. `by_order=False`: only names tell, since other parameters enter x̂. A norm
-    that fades counts as the norm of rows that it is at first."""
+    """Returns the norm `computes` with the module's parameters `weight` and `bias` as its gain and bias. If a name is
+    missing, the parameters' order decides. `by_order=False`: only names decide, since other parameters enter x̂. A
+    PRepBN, which fades from a norm of rows to another norm, counts as that norm of rows."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
     others = names if by_order else []
     usual = [f"row_{name}" if isinstance(module, nfnn.PRepBN) else name for name in ("weight", "bias")]

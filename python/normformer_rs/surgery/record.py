@@ -32,11 +32,11 @@ FOLLOWED = UNCHANGED - {"detach", "permute", "__getitem__", "requires_grad_"}
 TIMES = frozenset({"mul", "__mul__", "__rmul__", "mul_", "__imul__", "div", "__truediv__"})
 
 Key = tuple[int, int]
-"""A tensor between two writes: its identity (id) and its version, which each write in place increments."""
+"""Identifies a tensor and its values: (its id, its version, which each in-place write increments)."""
 
 
 class Node(NamedTuple):
-    """An operation, or the call of a module that counts as one."""
+    """A recorded operation. The call of a norm, linear layer, dropout, … counts as one operation."""
 
     what: str
     """The operation's name; for a module that counts as one operation its kind, such as norm or linear."""
@@ -89,7 +89,8 @@ def stream_in(arguments: Any) -> Tensor | None:
 
 
 def each_once(todo: list[Key]) -> Iterator[Key]:
-    """Yields the keys of `todo` from its end until it is empty, each once. The caller may add keys meanwhile."""
+    """Pops keys from the end of `todo` until it is empty, and yields each key once. The caller may append keys
+    meanwhile."""
     seen: set[Key] = set()
     while todo:
         at = todo.pop()
@@ -141,6 +142,7 @@ class Record(TorchFunctionMode):
         super().__init__()
         self.nodes: list[Node] = []
         self.made: dict[Key, int] = {}
+        """For each tensor, the index in `nodes` of the operation that made it."""
         self.dropped: dict[Key, list[nn.Module]] = {}
         """For each tensor, the modules of dropout and stochastic depth that returned it unchanged, as in evaluation
         mode."""
@@ -154,8 +156,9 @@ class Record(TorchFunctionMode):
         self.returned: set[Key] = set()
         """The tensors that the run returned."""
         self.open: list[tuple[nn.Module, int, Tensor, Key, dict[Key, str]]] = []
+        """The calls of blocks that have not returned yet, the innermost last."""
         self.within = 0
-        """The number of modules under way that count as one operation; operations inside them are not recorded."""
+        """How many modules that count as one operation are running. Operations inside them are not recorded."""
         self.alive: list[Any] = []  # keeps tensors alive, so that no identity is used twice
         self.kinds = {part: kind for part in model.modules() if (kind := _counts_as(part))}
         self.blocks = {*blocks}
@@ -169,6 +172,7 @@ class Record(TorchFunctionMode):
         is_ours = func is RESIDUAL
         name = str(func) if is_ours else getattr(func, "__name__", "")
         numbers = [a for a in args if isinstance(a, int | float) and not isinstance(a, bool)]
+        # a transpose that moves the last dimension, and an index that keeps everything, get names of their own
         if name == "transpose" and len(args) > 2 and any(d % args[0].dim() == args[0].dim() - 1 for d in args[1:3]):
             name = "transpose_last"
         elif name == "__getitem__" and takes_all(args[1]) and out.shape == args[0].shape:
@@ -276,7 +280,7 @@ def _named(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 _RECOGNISED: dict[Any, bool] = {}
-"""Answers of `is_norm`, by the description that `alike` gives of modules of equal computation."""
+"""Cached results of `is_norm`. The keys are those of `alike`, which are equal for modules that compute the same."""
 
 
 def _counts_as(module: nn.Module) -> str | None:

@@ -27,16 +27,15 @@ from .stack_residual import StackResidual
 
 
 def refuse(group: Group, place: Place, to: Any) -> None:
-    """Raises InputError if a stack cannot be converted to a scheme. `place`: that of its first block; `to`: the
-    scheme."""
+    """Raises InputError if a stack cannot be converted to the scheme `to`. `place`: the place of its first block."""
     for name, module in _reclassed(group):
         refuse_own_forward(name.lstrip("."), module)
     for i, (name, block) in enumerate(zip(group.names, group.blocks)):
         for path in _removed(block, place.at(i)):
             if has(block, path):
                 refuse_passed_over(f"{name}.{path}".lstrip("."), block.get_submodule(path), to)
-        lost = [] if isinstance(block, tuple(TORCHS)) else _replaced(block, place.at(i))
-        if other := next((path for path in lost if path in structure_of(block).elsewhere), None):
+        replaced = [] if isinstance(block, tuple(TORCHS)) else _replaced(block, place.at(i))
+        if other := next((path for path in replaced if path in structure_of(block).elsewhere), None):
             raise InputError(
                 f"{name}.{other} also norms a tensor that is not on the residual stream, and {to} has no norm there: "
                 "choose a scheme that keeps the norm in its place"
@@ -56,10 +55,10 @@ def refuse(group: Group, place: Place, to: Any) -> None:
             f"{to} connects layers with each other, and the loop of {type(group.holder).__name__} does not: use "
             "normformer_rs.nn's TransformerEncoder and TransformerDecoder"
         )
-    odd = next((b for b in group.blocks if not is_torchs and structure_of(b).reads_output), None)
-    if odd is not None and (joins_layers or place.declared.end):
+    late = next((b for b in group.blocks if not is_torchs and structure_of(b).reads_output), None)
+    if late is not None and (joins_layers or place.declared.end):
         raise InputError(
-            f"a {type(odd).__name__} of {group.path} reads its residual stream after the last addition, and {to} ends "
+            f"a {type(late).__name__} of {group.path} reads its residual stream after the last addition, and {to} ends "
             "a stack in its own way: choose a scheme that has only x, and no norm after the last layer"
         )
     if group.end is not None and group.end.reads_elsewhere and joins_layers:
@@ -77,8 +76,8 @@ def refuse(group: Group, place: Place, to: Any) -> None:
             f"{to} with these options sets how the weights of norms start, and {group.path} keeps its norms as they "
             "are: leave the options out"
         )
-    own_way = joins_layers or place.declared.growth
-    if own_way and type(group.holder) in TORCH_STACKS and len(group.blocks) < group.depth:
+    layers_differ = joins_layers or place.declared.growth
+    if layers_differ and type(group.holder) in TORCH_STACKS and len(group.blocks) < group.depth:
         raise InputError(
             f"{to} treats each layer of {group.path} differently, but only {len(group.blocks)} of its {group.depth} "
             f"layers are {type(group.blocks[0]).__name__}s of their own: others are shared or of another class"

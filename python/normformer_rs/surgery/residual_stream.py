@@ -25,21 +25,21 @@ _LOOKS = frozenset(
         *("data_ptr", "is_same_size"),
     )
 )
-"""Operations that ask for a tensor's properties, such as its shape, but not for its numbers."""
+"""Operations that read a tensor's properties, such as its shape, but not its numbers."""
 _REARRANGES = FOLLOWED | {"__getitem__"}
 
 
 class Pass:
-    """One call of a block. It knows which addition ends which sublayer, and which additions only read the stream.
+    """One call of a block, with the additions that end its sublayers and those that only read the stream.
 
     `writes`: the sublayer of each addition that will occur in this call, in order.
     """
 
     def __init__(self, residual: Any, writes: tuple[int, ...], structure: Structure) -> None:
         self.residual, self.writes, self.structure = residual, writes, structure
-        every = structure.writes
-        kept = [i for i, sublayer in enumerate(every) if sublayer in writes]
-        self.recorded = (*kept, len(every))
+        kept = [i for i, sublayer in enumerate(structure.writes) if sublayer in writes]
+        self.recorded = (*kept, len(structure.writes))
+        """The position in `structure.writes` of each addition of this call, which may leave sublayers out."""
         self.became: tuple[Tensor, Stream] | None = None
         """If the block added the stream to a branch in place: the branch, and the stream after the addition."""
         self.is_over = False
@@ -52,7 +52,7 @@ class Pass:
         return rows.movedim(-1, 1) if self.structure.has_channels_first else rows
 
     def as_rows(self, f: Tensor, shape: Any) -> Tensor:
-        """Returns a branch as rows of the streams' shape."""
+        """Returns the branch f in the layout of `Stream.streams`, whose last dimension is the width."""
         return f.movedim(1, -1) if self.structure.has_channels_first else f.reshape(shape)
 
     def only_reads(self, written: int) -> bool:
@@ -110,7 +110,7 @@ class Stream(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():
-            if _is_kept(args):
+            if _is_used_after_call(args):
                 return func(*tree_map(_after_call, args), **tree_map(_after_call, kwargs))
             if name in _LOOKS:
                 return func(*args, **kwargs)
@@ -147,7 +147,7 @@ def _value(x: Tensor, run: Pass, streams: Streams, written: int, parallel: Tenso
     return value.reshape(x.shape) if value.numel() == x.numel() else value
 
 
-def _is_kept(args: Any) -> bool:
+def _is_used_after_call(args: Any) -> bool:
     """Returns whether a stream among the arguments is used after its block's call, but not in a backward pass: there,
     functions read the tensors that they saved."""
     first = next((a for a in args if isinstance(a, Stream)), None)
@@ -188,10 +188,10 @@ class _Around(Stream):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return func(*tree_map(_held, args), **tree_map(_held, kwargs or {}))
+        return func(*tree_map(_unwrapped, args), **tree_map(_unwrapped, kwargs or {}))
 
 
-def _held(value: Any) -> Any:
+def _unwrapped(value: Any) -> Any:
     """Returns the tensor that a stream wraps, and any other value as it is."""
     return value.value if isinstance(value, _Around) else value
 
@@ -227,9 +227,9 @@ def _rearranged(func: Any, args: Any, kwargs: Any) -> Stream | None:
     if name == "transpose":
         if shape != x.shape or any(d % x.dim() == x.dim() - 1 for d in args[1:3]) or len(args) != 3:
             return None
-        x_, *others = (func(t, *args[1:], **kwargs) for t in (streams.x, *streams.others, *streams.outputs))
+        new_x, *others = (func(t, *args[1:], **kwargs) for t in (streams.x, *streams.others, *streams.outputs))
         count = len(streams.others)
-        streams = streams._replace(x=x_, others=tuple(others[:count]), outputs=tuple(others[count:]), normed=None)
+        streams = streams._replace(x=new_x, others=tuple(others[:count]), outputs=tuple(others[count:]), normed=None)
         if streams.read is not None:
             unwritten = tuple(func(t, *args[1:], **kwargs) for t in streams.unwritten)
             streams = streams._replace(read=made, unwritten=unwritten)
@@ -258,9 +258,9 @@ def _read(value: Any) -> Any:
 
 def read(stream: Stream, norm: nn.Module | None = None) -> Tensor:
     """Returns the tensor that the sublayer under way reads, as a plain tensor: through the block's norm `norm`, or
-    directly if that is None. Between two parallel branches, and after the last sublayer, this is x."""
+    directly if `norm` is None. Between two parallel branches, and after the last sublayer, this is x."""
     run = stream.under_way
-    if stream.written >= len(run.writes) or stream.parallel is not None or _is_kept((stream,)):
+    if stream.written >= len(run.writes) or stream.parallel is not None or _is_used_after_call((stream,)):
         return bare(stream)
     if norm is None and run.residual.parts[run.writes[stream.written]].before is None:
         value = _numbers(stream)
@@ -284,10 +284,10 @@ def write(stream: Stream, f: Tensor) -> Stream:
         return Stream.of(bare(stream), run, stream.streams, number + 1, f, stream.shape_of_rows)
     following = run.writes[number + 1] if number + 1 < len(run.writes) else None
     streams = run.residual.write(run.writes[number], stream.streams, run.as_rows(f, stream.shape_of_rows), following)
-    seen = streams.x if streams.read is None else streams.read
-    seen = run.shown(seen) if run.structure.has_channels_first else seen
-    seen = seen.reshape(f.shape) if seen.numel() == f.numel() else f.to(seen.dtype)
-    return Stream.of(seen, run, streams, number + 1, None, stream.shape_of_rows)
+    plain = streams.x if streams.read is None else streams.read
+    plain = run.shown(plain) if run.structure.has_channels_first else plain
+    plain = plain.reshape(f.shape) if plain.numel() == f.numel() else f.to(plain.dtype)
+    return Stream.of(plain, run, streams, number + 1, None, stream.shape_of_rows)
 
 
 class Identity(nn.Identity):
@@ -300,7 +300,7 @@ class Identity(nn.Identity):
 
 class StreamNorm(Converted):
     """A block's norm on its stream. Before a sublayer, it returns the tensor that the sublayer reads; after one, the
-    stream itself. The scheme calls it with a plain tensor where it has a norm, and then it computes."""
+    stream itself. If the scheme has a norm there, it calls this module with a plain tensor, which is normed."""
 
     goes_over = True
     """`hand_over` makes the norm that replaces this one a StreamNorm, too."""

@@ -132,7 +132,8 @@ def _swap(
     """Makes the swap of `swap_residuals`, whose arguments have been checked. Its steps: find the stacks, prove their
     structure, refuse unsuitable ones, convert the blocks, run the model, re-initialise, exchange the optimizer's
     parameters."""
-    is_said, init = init != UNSAID, "scheme" if init == UNSAID else init
+    is_init_given = init != UNSAID
+    init = init if is_init_given else "scheme"
     stacks = find_stacks(model, example)
     plans = [(g, place) for g, place in _plans(stacks.groups, to, depth, init, options) if not _has(g, place)]
     runs = stacks.run is not None and plans and not any(p.is_meta for p in model.parameters())
@@ -143,32 +144,32 @@ def _swap(
         refuse(group, place, to)
         refuse_roles(group, init)
     learned = next((sign for group, _ in plans if (sign := sign_of_training(group, optimizer))), None)
-    is_drawn = not is_said and any(count_weights(block) for group, _ in plans for block in group.blocks)
+    is_drawn = not is_init_given and any(count_weights(block) for group, _ in plans for block in group.blocks)
     if learned is not None and is_drawn:
         raise InputError(
             f"{edits.title} would draw first values for linear layers of {type(model).__name__} that look trained "
             f'({learned}): give init=None to keep their weights, or init="scheme" to draw them'
         )
     title, before = edits.title, dict(model.named_parameters())
-    rows, there = [], {*model.modules(), *before.values()}
+    rows, existing = [], {*model.modules(), *before.values()}
     likes = [_first_norm(group) for group, _ in plans]
     for (group, place), like in zip(plans, likes):
         old = [type(block).__name__ for block in group.blocks]
         convert = _convert_torchs if isinstance(group.blocks[0], tuple(TORCHS)) else _convert_foreign
         notes = convert(group, place, edits, init is None)
         if like is not None:
-            _take_over_options(group.holder, there, like)
-        mark_new(group.holder, there, group.blocks[0], None if like is None else next(like.parameters(), None))
+            _take_over_options(group.holder, existing, like)
+        mark_new(group.holder, existing, group.blocks[0], None if like is None else next(like.parameters(), None))
         for i, block in enumerate(group.blocks):
-            drawn_here = f"init {place.declared.init}, {count_weights(block)} weights drawn"
-            note = "weights kept" if init is None else drawn_here
-            if init is not None and (left := _unreached(group, i)):
-                note += f", not {', '.join(left[:3])}{', …' * (len(left) > 3)}"
+            drawn_note = f"init {place.declared.init}, {count_weights(block)} weights drawn"
+            note = "weights kept" if init is None else drawn_note
+            if init is not None and (names := _unreached(group, i)):
+                note += f", not {', '.join(names[:3])}{', …' * (len(names) > 3)}"
             note += "" if place.declared.has_biases else ", biases held at zero"
             parts = [] if type(block) in TORCHS else parts_of(block)
-            gone = [f"the branch's factor {part.beta:g}" for part in parts if part.beta != 1.0]
-            gone += [path for part in parts for path in part.scales]
-            note += f", {gone[0]} gone" if gone else ""
+            removed = [f"the branch's factor {part.beta:g}" for part in parts if part.beta != 1.0]
+            removed += [path for part in parts for path in part.scales]
+            note += f", {removed[0]} gone" if removed else ""
             if parts and (i == 0 or parts != parts_of(group.blocks[i - 1])):
                 note += f"; {'; '.join(map(str, parts))}"
             rows.append(Row(group.names[i] or "(model)", old[i], f"{type(block).__name__}, {to}", note))
@@ -191,9 +192,9 @@ def _swap(
         kind = type(next(stays.children()) if isinstance(stays, LISTS) else stays)
         rows.append(Row(path or "(model)", kind.__name__, "stays", why))
         warnings.warn(f"{title} leaves {path or 'a list'} as it is: {why}", stacklevel=LEVEL)
-    held = ((n, block) for group, _ in plans for n, block in zip(group.names, group.blocks))
-    made = ((f"{n}.residual", residual_of(block)) for n, block in held if residual_of(block) is not None)
-    warn_of_adapters(model, title, made)  # type: ignore[arg-type]
+    blocks = ((n, block) for group, _ in plans for n, block in zip(group.names, group.blocks))
+    new_modules = ((f"{n}.residual", residual_of(block)) for n, block in blocks if residual_of(block) is not None)
+    warn_of_adapters(model, title, new_modules)  # type: ignore[arg-type]
     if learned is not None and drawn and init is None:
         warnings.warn(
             f"{title} set {len(drawn)} biases of {type(model).__name__} to zero, and they look trained ({learned}): "
@@ -211,14 +212,17 @@ def _plans(
 ) -> list[tuple[Group, Place]]:
     """Returns each group of blocks with the place of its first block: the configuration with the model's depths, and
     whether the stack is an encoder or a decoder. Errors: InputError if `depth` does not fit the model."""
-    with_memory, alone = [g for g in groups if g.has_memory], [g for g in groups if not g.has_memory]
+    decoders = [group for group in groups if group.has_memory]
+    encoders = [group for group in groups if not group.has_memory]
     plans = []
     for group in groups:
         shape = shape_of(group.blocks[0])
-        if with_memory:
-            own = [group] if not group.has_memory else alone or with_memory  # each encoder has its own depth
-            sizes = (own[0].depth, with_memory[0].depth)
-            encoder, decoder = sizes if depth is None else (depth, depth) if isinstance(depth, int) else depth
+        if decoders:
+            encoder_group = group if not group.has_memory else (encoders or decoders)[0]  # encoders may differ in depth
+            if depth is None:
+                encoder, decoder = encoder_group.depth, decoders[0].depth
+            else:
+                encoder, decoder = (depth, depth) if isinstance(depth, int) else depth
             shape |= {"encoder_layers": encoder, "decoder_layers": decoder}
         else:
             layers = group.depth if depth is None else depth
@@ -231,7 +235,7 @@ def _plans(
             shape["init"] = init
         place = Place(
             configure(options, residual=to, **shape),
-            "encoder" if with_memory and not group.has_memory else "decoder",
+            "encoder" if decoders and not group.has_memory else "decoder",
             kinds=_kinds(group),
         )
         if place.depth < len(group.blocks):
@@ -286,8 +290,8 @@ def _has(group: Group, place: Place) -> bool:
 
 
 def _unreached(group: Group, i: int) -> list[str]:
-    """Returns the names of block i's matrices that are not re-initialised. Those of a loop belong to its first
-    layer."""
+    """Returns the names of block i's matrices that are not re-initialised. For a loop, its first layer gets the names
+    of the whole loop, the others none."""
     if group.loop is None:
         return unreached(group.blocks[i])
     return [] if i else unreached(group.loop, group.blocks)
@@ -299,22 +303,26 @@ def _first_norm(group: Group) -> nn.Module | None:
     return group.blocks[0].get_submodule(paths[0]) if paths else None
 
 
-def _take_over_options(stack: nn.Module, there: set[Any], like: nn.Module) -> None:
-    """Replaces norms that the scheme has added, and that have the class of the norm `like`, by norms with its options.
-    `there`: the modules from before the swap, which stay."""
+def _take_over_options(stack: nn.Module, existing: set[Any], like: nn.Module) -> None:
+    """Replaces norms that the scheme has added, and that have the class of the norm `like`, by norms with the options
+    of `like`. `existing`: the modules from before the swap, which stay."""
 
     def options_of(norm: Any) -> dict[str, Any]:
         return {name: getattr(norm, name) for name in norm.declared.options}
 
-    made = [(p, n, m) for p in stack.modules() for n, m in p._modules.items() if type(m) is type(like)]
-    for parent, name, norm in made if isinstance(getattr(like, "declared", None), NormSpec) else ():
-        if norm in there or norm is None or (options := options_of(like)) == options_of(norm):
+    if not isinstance(getattr(like, "declared", None), NormSpec):
+        return
+    alike = [
+        (p, name, child) for p in stack.modules() for name, child in p._modules.items() if type(child) is type(like)
+    ]
+    for parent, name, norm in alike:
+        if norm in existing or norm is None or (options := options_of(like)) == options_of(norm):
             continue
-        p = next(norm.parameters())
+        first = next(norm.parameters())
         size = getattr(norm, "normalized_shape", None) or norm.num_features
-        new: Any = type(norm)(size, **options, device=p.device, dtype=p.dtype)
-        for leaf, there_is in norm._parameters.items():
-            if there_is is None:
+        new: Any = type(norm)(size, **options, device=first.device, dtype=first.dtype)
+        for leaf, parameter in norm._parameters.items():
+            if parameter is None:
                 new.register_parameter(leaf, None)
         if hasattr(norm, "first_scale"):
             new.first_scale = norm.first_scale
@@ -330,11 +338,11 @@ def _plain(to: Any, place: Place) -> Any:
 def _proven(
     model: nn.Module, stacks: Stacks, plans: list[tuple[Group, Place]], look: Look, seen: Mapping[bool, Observed]
 ) -> list[tuple[Group, Place]]:
-    """Returns the plans whose blocks pass the proof: a swap to the scheme that they have must not change the model's
-    results. Groups that fail are added to `stacks.unknown`. `seen`: runs of the model in evaluation and training
-    mode."""
-    found = [group for group, _ in plans if _is_foreign(group) and structure_of(group.blocks[0]).is_found]
-    if not found or not seen or any(place_of(group.blocks[0]) is not None for group in found):
+    """Returns the plans whose blocks pass the proof: a swap to the scheme that they already have must not change the
+    model's results. Groups that fail are added to `stacks.unknown`. `seen`: the model's results before the swap, for
+    training mode (True) and evaluation mode (False)."""
+    foreign = [group for group, _ in plans if _is_foreign(group) and structure_of(group.blocks[0]).is_found]
+    if not foreign or not seen or any(place_of(group.blocks[0]) is not None for group in foreign):
         return plans
     is_wide = any(StackResidual.carries_more(place) for _, place in plans)
 
@@ -343,9 +351,9 @@ def _proven(
             ((_, place),) = _plans([group], to(group), None, None, {})
             _convert_foreign(group, place, edits, keeps=True)
 
-    for path, said in prove(model, found, swap, is_wide, look, seen).items():
+    for path, fault in prove(model, foreign, swap, is_wide, look, seen).items():
         what = "between its blocks the model reads their hidden state: " if is_wide else ""
-        stacks.unknown[path] = f"swapped into the scheme that they have, they compute something else: {what}{said}"
+        stacks.unknown[path] = f"swapped into the scheme that they have, they compute something else: {what}{fault}"
     plans = [(group, place) for group, place in plans if group.path not in stacks.unknown]
     if not plans:
         raise none_found(model, stacks.unknown)
@@ -379,8 +387,8 @@ _OURS = {
 
 
 def _convert_torchs(group: Group, place: Place, edits: Edits, _: bool) -> list[Row]:
-    """Turns torch.nn's layers, and their stack if there is one, into this package's. Children and names stay. Returns
-    rows of the table about the last norm."""
+    """Turns torch.nn's layers, and their stack if there is one, into this package's. Their children keep their names.
+    Returns rows of the table about the last norm."""
     notes, holder = [], group.holder
     in_stack = type(holder) in TORCH_STACKS
     for i, layer in enumerate(group.blocks):
@@ -407,19 +415,18 @@ def _convert_torchs(group: Group, place: Place, edits: Edits, _: bool) -> list[R
 
 
 def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> list[Row]:
-    """Turns blocks into subclasses that run on a residual stream or call the scheme's steps. Their new attribute
-    `residual` holds the scheme's modules, and `stack_residual`, beside the list, those of the stack. `keeps`: the
-    blocks keep their weights, so LayerScale vectors are copied into the scheme's β. Returns rows about the last
-    norm."""
+    """Turns blocks into subclasses that run on a residual stream or call the scheme's steps. Each block gets an
+    attribute `residual` with its modules of the scheme, and the module that has the list gets `stack_residual`.
+    `keeps`: the blocks keep their weights, so LayerScale vectors are copied into the scheme's β. Returns rows about the
+    last norm."""
     notes: list[Row] = []
     holder = None if isinstance(group.holder, LISTS) else group.holder
     has_end = any(change.kind == "norm" for change in place.declared.end)
-    stays = place.config.residual == "prenorm" and group.end is None and _is_prenorm(group)
-    stack = StackResidual(place, group.blocks, has_end and (group.end is not None or stays))
+    stays_without_end = place.config.residual == "prenorm" and group.end is None and _is_prenorm(group)
+    stack = StackResidual(place, group.blocks, has_end and (group.end is not None or stays_without_end))
     structures = [structure_of(block) for block in group.blocks]
-    residuals = [
-        BlockResidual(*some, stack) for some in zip(group.blocks, map(place.at, range(place.depth)), structures)
-    ]
+    places = map(place.at, range(place.depth))
+    residuals = [BlockResidual(*arguments, stack) for arguments in zip(group.blocks, places, structures)]
     for block, residual in zip(group.blocks, residuals):
         stack.keeps(residual.kept_widths())
         if keeps:
@@ -436,9 +443,10 @@ def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> l
         edits.afterwards(holder.register_forward_hook(calls.end, always_call=True).remove)
         if stack.is_wide:
             path = parent_of(group.path)
+            # the module that has the list, and all modules around it: their outputs may have the wide hidden state
             around = [path.rsplit(".", i)[0] for i in range(path.count(".") + 1)] if path else []
-            for one in (*around, ""):
-                edits.afterwards(edits.model.get_submodule(one).register_forward_hook(show).remove)
+            for outer in (*around, ""):
+                edits.afterwards(edits.model.get_submodule(outer).register_forward_hook(show).remove)
     else:
         residual_of(group.blocks[0]).add_module("stack", stack)
     if group.end is not None and not has_end:
@@ -466,15 +474,15 @@ def _is_prenorm(group: Group) -> bool:
 
 
 def _name(holder: nn.Module, group: Group) -> str:
-    """Returns the attribute's name for a stack's scheme modules. A module's second stack gets a name with that of its
-    list."""
+    """Returns the name of the attribute that will hold a stack's `StackResidual`. If a module has a second stack, its
+    name begins with that of the list."""
     return (
         "stack_residual" if not hasattr(holder, "stack_residual") else f"{group.path.rpartition('.')[2]}_stack_residual"
     )
 
 
 def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) -> None:
-    """Turns a block into a subclass with the scheme. `own`: the subclass that it is registered with, or None."""
+    """Turns a block into a subclass with the scheme. `own`: the subclass that `register_block` has for it, or None."""
     sites = own.sites(block) if hasattr(own, "sites") else {}
     for path in {"", *sites}:
         edits.remember(block.get_submodule(path))
@@ -510,8 +518,8 @@ def _convert_loop(
 
 def _exchange_parts(block: nn.Module, residual: BlockResidual, own: Any, edits: Edits) -> None:
     """Exchanges a block's norms, dropouts and factors for the scheme's parts: norms stay, move to the residual or
-    become identities; dropouts move to the residual; factors go. `own`: the subclass that the block is registered with,
-    or None."""
+    become identities; dropouts move to the residual; factors are removed. `own`: the subclass that `register_block` has
+    for the block, or None."""
     parts = residual.parts
     norms = [path for part in parts for path in part.norms()]
     dropouts = [part.dropout for part in parts if part.dropout is not None and _is_module(block, part.dropout)]
@@ -527,7 +535,7 @@ def _exchange_parts(block: nn.Module, residual: BlockResidual, own: Any, edits: 
         norm = block.get_submodule(path)
         if not residual.uses(path):
             reads = any(path in (part.before, *part.twins) for part in parts)
-            _put_everywhere(block, norm, _nothing(norm, reads))
+            _put_everywhere(block, norm, _identity_for(norm, reads))
         elif own is None:
             edits.remember(norm)
             reclass(norm, converted_class(original(type(norm)), StreamNorm))
@@ -554,9 +562,9 @@ def _put_everywhere(block: nn.Module, old: nn.Module, new: nn.Module) -> None:
         _put(block, path, new)
 
 
-def _nothing(norm: nn.Module, reads: bool) -> nn.Identity:
-    """Returns an identity for the place of a norm. It has an empty weight, since some blocks ask for the dtype of their
-    norm's weight. `reads`: whether the norm stood before a sublayer."""
+def _identity_for(norm: nn.Module, reads: bool) -> nn.Identity:
+    """Returns an identity to replace a norm. It has an empty weight, since some blocks read the dtype of their norm's
+    weight. `reads`: whether the norm stood before a sublayer."""
     identity, like = Identity() if reads else nn.Identity(), next(norm.parameters(), None)
     if like is not None:
         identity.register_buffer("weight", like.new_empty(0).detach(), persistent=False)
@@ -582,8 +590,8 @@ def _repoint(
     after: Mapping[str, nn.Parameter],
     drawn: Sequence[nn.Parameter],
 ) -> Repoint:
-    """Returns the exchange that takes removed parameters out of the optimizer, and puts each new one into the group of
-    an old one. A vector joins the group of a vector, since groups of norms, gains and biases often have no weight
+    """Returns the exchange that removes old parameters from the optimizer, and adds each new one to the group of an old
+    one. A vector joins the group of a vector, since groups of norms, gains and biases often have no weight
     decay. Among the candidates, the nearest by path is chosen."""
     known, kept = {*before.values()}, {*after.values()}
     exchange: Exchange = {p: [] for p in known - kept}
@@ -591,9 +599,9 @@ def _repoint(
     for name, p in after.items():
         if p in known:
             continue
-        there = [q for q in known if q.requires_grad] or [*known]
+        candidates = [q for q in known if q.requires_grad] or [*known]
         # the nearest old parameter shares the longest beginning of the path
-        anchor = max(there, key=lambda q: ((q.dim() > 1) == (p.dim() > 1), _common(names[q], name), names[q]))
+        anchor = max(candidates, key=lambda q: ((q.dim() > 1) == (p.dim() > 1), _common(names[q], name), names[q]))
         exchange.setdefault(anchor, [(names[anchor], anchor)] if anchor in kept else []).append((name, p))
     return Repoint(optimizer, exchange, names, drawn)
 

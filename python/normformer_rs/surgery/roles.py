@@ -32,8 +32,8 @@ class Matrix(NamedTuple):
         heads: the number of heads of the attention that reads its output; None: no attention does.
         reads_attention: its input is computed from attention's output.
         mixes: its input mixes several rows of the stream, but no attention was recognised.
-        is_unclear: it is one of two factors of a product that could not be told apart.
-        factor: d_head^−½ if it makes queries and their products with keys are not scaled, else 1.
+        is_unclear: a gated feed-forward computes one of its two factors with it, and it is unknown which one.
+        factor: d_head^−½ if it computes queries, and the attention does not scale their products with keys; else 1.
         is_transposed: the parameter's shape is (fan_in, fan_out).
     """
 
@@ -71,8 +71,8 @@ def find_roles(
     matrices of the branch."""
 
     def again(first: Trace, scales: Mapping[int, Tensor]) -> Trace | None:
-        """Repeats the run. Matrices and attentions give their outputs of the first run, some rows of them scaled. None:
-        the repeated run failed, or called other matrices."""
+        """Repeats the run with the first run's outputs of matrices and attentions; those in `scales` are scaled. None:
+        the repeated run failed, or multiplied by other matrices."""
         other = Trace(model, norms, first, scales)
         try:
             other.follow(run)
@@ -98,8 +98,10 @@ class _Reader:
     def __init__(self, run: Trace, writers: Mapping[Owner, set[Owner]]) -> None:
         self.run, self.writers = run, writers
         self.number = {id(product.leaf): i for i, product in enumerate(run.products)}
+        """For each matrix's output, by its identity, the number of the product."""
         self.random = torch.Generator().manual_seed(0)
         self.owned: dict[int, list[set[tuple[Any, int | None]]]] = {}
+        """For each product's number, the (role, head) pairs found for each row of its matrix."""
         self.unclear: set[int] = set()
         self.tested: set[int] = set()
         """Numbers of the products whose inputs combine several outputs of earlier matrices in each column."""
@@ -132,8 +134,8 @@ class _Reader:
         return torch.randn(t.shape, generator=self.random, device="cpu").to(t.device, t.dtype)
 
     def _reached(self, total: Tensor, leaves: set[int]) -> dict[int, Tensor]:
-        """Returns the derivatives of `total` with respect to the outputs of those matrices whose outputs are among
-        `leaves`, by the number of the product."""
+        """Returns the derivatives of `total` with respect to those of `leaves` that are outputs of matrices: number of
+        the product → derivative."""
         numbers = [i for leaf in leaves if (i := self.number.get(leaf)) is not None]
         if not numbers or not total.requires_grad:
             return {}
@@ -151,20 +153,21 @@ class _Reader:
     # Queries, keys and values.
 
     def _attention(self, one: Attention) -> None:
-        """Notes the rows that make the queries, keys and values of an attention, its number of heads, and the factor
-        of its queries. Notes nothing if one of the three comes from no matrix."""
-        told = {role: self._heads(t) for role, t in (("query", one.q), ("key", one.k), ("value", one.v))}
-        if not all(told.values()):
+        """Notes which rows compute the queries, keys and values of an attention, its number of heads, and the factor of
+        its queries. Notes nothing if queries, keys or values come from no matrix."""
+        found = {role: self._heads(t) for role, t in (("query", one.q), ("key", one.k), ("value", one.v))}
+        if not all(found.values()):
             return
-        for (role, heads), width in zip(told.items(), (one.q.shape[-1], one.k.shape[-1], one.v.shape[-1])):
+        for (role, heads), width in zip(found.items(), (one.q.shape[-1], one.k.shape[-1], one.v.shape[-1])):
             for i, sets in heads.items():
-                is_apart = sum(map(len, sets)) == len(set[int]().union(*sets)) and len(sets[0]) <= width
+                are_disjoint = sum(map(len, sets)) == len(set[int]().union(*sets)) and len(sets[0]) <= width
                 for head, rows in enumerate(sets):
-                    self._own(i, rows, role, head if is_apart else None)
-        queries, keys = told["query"], told["key"]
-        count = len(set[int]().union(*(rows for sets in queries.values() for rows in sets))) if len(queries) == 1 else 0
-        for i in {i for heads in told.values() for i in heads}:
-            self.heads[i] = max(1, count // one.q.shape[-1])
+                    self._own(i, rows, role, head if are_disjoint else None)
+        queries, keys = found["query"], found["key"]
+        query_rows = [set[int]().union(*sets) for sets in queries.values()]
+        count = len(query_rows[0]) // one.q.shape[-1] if len(query_rows) == 1 else 0
+        for i in {i for heads in found.values() for i in heads}:
+            self.heads[i] = max(1, count)
         if len(queries) == len(keys) == 1 and _is_unscaled(one, *(self._leaf(heads) for heads in (queries, keys))):
             self.factors[next(iter(queries))] = one.q.shape[-1] ** -0.5
 
@@ -185,8 +188,8 @@ class _Reader:
         return self.run.products[next(iter(heads))].leaf
 
     def _mixes(self, product: Product, behind: set[int]) -> bool:
-        """Returns whether the last row of a matrix's input depends on other rows of the outputs of earlier matrices in
-        the branch."""
+        """Returns whether the last row of a matrix's input depends on other rows than the last of earlier matrices'
+        outputs in the branch."""
         x = product.x
         if not x.requires_grad or x.dim() < 3 or x.shape[-2] < 2:
             return False
@@ -199,8 +202,8 @@ class _Reader:
     # Feed-forwards.
 
     def _feed_forwards(self, again: Callable[[Any], Trace | None]) -> None:
-        """Finds the matrices that a feed-forward's last matrix reads, and tells fc1 from the gate. If the last matrix
-        reads attention, a factor of its input is attention's output gate."""
+        """Finds the matrices that a feed-forward's last matrix reads, and distinguishes fc1 from the gate. If the last
+        matrix reads attention's output, the other factor of its input is attention's output gate."""
         tested: list[tuple[int, dict[int, Tensor], Tensor]] = []
         for i, product in enumerate(self.run.products):
             if product.owner not in self.writers or not product.x.requires_grad:
@@ -212,17 +215,18 @@ class _Reader:
             attends = bool(behind & self.run.attended)
             found = {j: g for j, g in found.items() if attends or j not in self.heads}
             if sum(g.shape[-1] for g in found.values()) == product.x.shape[-1] and not attends:
-                for j, g in found.items():  # all rows, also those with zero derivative, which ReLU may have shut
+                for j, g in found.items():  # all rows: a zero derivative may only mean that ReLU returned 0
                     self._own(j, range(g.shape[-1]), "fc1")
             elif found:
                 tested.append((i, found, weights))
                 self.tested.add(i)
         for i, linear, curved in self._linear_rows(tested, again):
             product = self.run.products[i]
-            for j in linear:  # if all rows seen are of one kind, so are the rest, which ReLU may have shut
+            for j in linear:  # if all rows seen are of one kind, so are the rest, for which ReLU may have returned 0
                 size, width = self.run.products[j].leaf.shape[-1], product.x.shape[-1]
                 if size == width and bool(linear[j]) != bool(curved[j]):
-                    linear[j], curved[j] = ({*range(size)} if rows[j] else set() for rows in (linear, curved))
+                    every = {*range(size)}
+                    linear[j], curved[j] = (every, set()) if linear[j] else (set(), every)
             counts = [sum(map(len, rows.values())) for rows in (linear, curved)]
             if leaves_of(product.x) & self.run.attended:
                 for j in linear:
@@ -262,8 +266,8 @@ class _Reader:
                         shown[i, j] += here.reshape(-1, here.shape[-1]).sum(0).cpu()
         for i, found, _ in tested:
             rows = {j: {*_columns(g).nonzero().flatten().tolist()} for j, g in found.items()}
-            # a row of a keeps its derivative where it is scaled and its partner is not, at about a quarter of all
-            # places, and a row of b hardly anywhere: the threshold is 1/64 of the places
+            # A row of a keeps its derivative where a is scaled and b is not: at about a quarter of all places. A row of
+            # b keeps it hardly anywhere. The threshold is 1/64 of the places.
             counts = {j: (g != 0).reshape(-1, g.shape[-1]).sum(0).cpu() for j, g in found.items()}
             often = {j: shown[i, j] > _RUNS * counts[j] / 64 for j in found}
             linear = {j: rows[j] & {*often[j].nonzero().flatten().tolist()} for j in found}
@@ -312,7 +316,7 @@ def _runs(owned: Iterable[set[tuple[Any, int | None]]]) -> tuple[Rows, ...]:
 
 
 def _joined(one: Matrix | None, other: Matrix) -> Matrix:
-    """Joins what two calls of one matrix tell about it, such as calls for several experts. If they differ about its
+    """Joins the findings from two products with one matrix, such as those for several experts. If they differ about the
     rows, the rows get no role."""
     if one is None or one == other:
         return other

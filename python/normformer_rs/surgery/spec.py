@@ -27,11 +27,11 @@ class Linear(NamedTuple):
         path: its path in the block.
         roles: the roles of its outputs: query, key, value, output, fc1, fc2, gate, output_gate; several if the matrix
             stacks them.
-        factor: a factor on the initial values of the scheme.
+        factor: the scheme's initial values are multiplied by it.
         rows: the role of every row; empty: each role has an equal share, in order.
         is_transposed: the parameter's shape is (fan_in, fan_out), as a stack of experts may have it.
         is_called: the block calls the layer; if False, it only reads the weight, and hooks on the layer do not run.
-        is_unclear: it is one of two factors of a product that could not be told apart.
+        is_unclear: a gated feed-forward computes one of its two factors with it, and it is unknown which one.
     """
 
     path: str
@@ -48,10 +48,10 @@ class Linear(NamedTuple):
             share, first = size // len(self.roles), self.roles.index(role)
             return [*range(first * share, (first + 1) * share)]
         roles = [rows.role for rows in self.rows for _ in range(rows.size)]
-        return [i for i, one in enumerate(roles) if one == role]
+        return [i for i, row_role in enumerate(roles) if row_role == role]
 
     def __str__(self) -> str:
-        """Returns the layer's name and roles, with the numbers of heads of queries, keys and values."""
+        """Returns the layer's name and roles, with the number of heads of each role that has heads."""
         counts = [len({*self.heads(role)} - {None}) for role in self.roles]
         heads = f", {'+'.join(map(str, counts))} heads" if all(counts) and counts else ""
         roles = "+".join(self.roles) or "stays"
@@ -59,7 +59,7 @@ class Linear(NamedTuple):
         return f"{name} ({roles}{heads})" if name != roles else f"{name}{heads}"
 
     def heads(self, role: Role) -> list[int | None]:
-        """The head of each row with that role."""
+        """Returns the head of each row with that role."""
         return [rows.head for rows in self.rows for _ in range(rows.size) if rows.role == role]
 
 
@@ -70,10 +70,10 @@ class Part(NamedTuple):
         kind: self-attention, cross-attention or feed-forward.
         norm: the path of its norm.
         linears: its linear layers. Of a gated pair, the layer before the activation comes first.
-        dropout: the dropout on its output. It is an attribute of the block (a module or a rate), or a path with a dot,
-            which names a module inside the sublayer that moves to the residual.
+        dropout: the dropout on its output: the name of an attribute of the block (a module or a rate), or a path with a
+            dot. Such a path names a module inside the sublayer, which moves to the residual.
         drop_path: the path of stochastic depth on its output, which moves to the residual.
-        before, after, branch: the paths of its norms, by place: N(x) that F reads, N(x + F), N(F).
+        before, after, branch: the paths of its norms, by place: F(N(x)), N(x + F(x)), N(F(x)).
         twins: if parallel branches have norms of their own, the paths of those beside `before`.
         reads_past: F also reads x without its norm.
         memory: the block's argument that cross-attention reads. A call without it leaves the sublayer out.
@@ -103,8 +103,8 @@ class Part(NamedTuple):
 
     def __str__(self) -> str:
         """Returns the sublayer's matrices with their roles; for cross-attention, its kind comes first."""
-        told = ", ".join(map(str, (*self.linears, *self.experts))) or "no matrix"
-        return f"cross-attention {told}" if self.kind == "cross-attention" else told
+        matrices = ", ".join(map(str, (*self.linears, *self.experts))) or "no matrix"
+        return f"cross-attention {matrices}" if self.kind == "cross-attention" else matrices
 
     @property
     def moves(self) -> str | None:

@@ -91,7 +91,7 @@ class StackResidual(Growing):
     def number(self, x: Tensor, own: int, is_shared: bool) -> tuple[int, bool]:
         """Returns the layer's number in this call of a block, and whether the stack begins with it. `own`: the block's
         number. If layers share the block, they are counted during the stack's call. A recomputation outside that call
-        looks both up by the block's input x. Errors: InputError if they are unknown."""
+        finds both results by the block's input x. Errors: InputError if they are unknown."""
         call = stack_call(self)
         if call is None and torch.compiler.is_compiling():
             return own, own == 0
@@ -105,8 +105,11 @@ class StackResidual(Growing):
                     f"layer it is ({why}): checkpoint it with use_reentrant=False, or call the whole stack"
                 )
             return (own, own == 0) if known is None else known
-        layer = own if not is_shared else 0 if call.last is None else call.last[1] + 1
+        layer = own
+        if is_shared:
+            layer = 0 if call.last is None else call.last[1] + 1
         begins, call.has_begun = not call.has_begun, True
+        # note the place for a recomputation, if it does not follow from the block's number alone
         if (is_shared or begins != (layer == 0)) and not torch.compiler.is_compiling():
             if torch.is_grad_enabled():
                 PLACES[x] = layer, begins
@@ -128,6 +131,7 @@ class StackResidual(Growing):
                 streams = Streams(x)
         combine: Any = self._modules.get("combine")
         if combine is not None:
+            # if layers were skipped, the last output, or x, stands for theirs
             outputs += [outputs[-1]] * (layer - len(outputs)) if outputs else [streams.x] * layer
             streams = streams._replace(x=combine(streams.x, outputs, None))
         return streams._replace(kept=kept, outputs=tuple(outputs))
@@ -221,42 +225,45 @@ class StackCalls:
         begin_stack_call(self.stack)
 
     def end(self, _: nn.Module, __: Any, output: Any) -> Any:
-        """A hook after the stack's call. If the last block did not run, replaces the hidden state in the output by the
-        stack's output."""
+        """Replaces the hidden state in the output by the stack's output if the last block did not run. A hook after the
+        stack's call."""
         call = end_stack_call(self.stack)
         if call is None or call.is_finished:
             return None
         rows = (t for t in tensors_in(output) if t.is_floating_point() and t.shape[-1:] == (self.stack.width,))
-        given: tuple[Any, int] = call.last or (next(rows, None), -1)
-        return _replaced(output, lambda t: t if t is not given[0] else self.stack.finish(t, given[1]))
+        last: tuple[Any, int] = call.last or (next(rows, None), -1)
+        hidden, layer = last
+        return _replaced(output, lambda t: t if t is not hidden else self.stack.finish(t, layer))
 
     def before_norm(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """A hook on the norm after the stack: replaces the norm's input by the stack's output if the last block did not
-        run. The first `early` calls are left alone, since they come before the stack."""
+        """Replaces the input of the norm after the stack by the stack's output if the last block did not run. The first
+        `early` calls are left alone, since they come before the stack. A hook before the norm's call."""
         call = stack_call(self.stack)
         if call is not None:
             call.norms += 1
             if call.norms <= self.early:
                 return None
-        is_early = call is not None and not call.is_finished
+        is_unfinished = call is not None and not call.is_finished
         y = args[0] if args else None
-        if not isinstance(y, Tensor) or not (is_early or (call is None and y.shape[-1] != self.stack.width)):
+        if not isinstance(y, Tensor) or not (is_unfinished or (call is None and y.shape[-1] != self.stack.width)):
             return None
-        if call is not None:
+        if call is None:  # outside the stack's call, the last block is taken to be the only one that did not run
+            layer = self.stack.place.depth - 2
+        else:
             call.is_finished = True
-        layer = self.stack.place.depth - 2 if call is None else -1 if call.last is None else call.last[1]
+            layer = -1 if call.last is None else call.last[1]
         return (self.stack.finish(y, layer), *args[1:])
 
 
 PLACES: Any = WeakTensorKeyDictionary()
 """For the input of a block whose place in the stack's call is not its place in the list: (number of the layer, whether
-the stack begins there). Recomputation needs it."""
+the stack begins there). Recomputation reads this."""
 WIDE: Any = WeakTensorKeyDictionary()
 """For each hidden state that holds more than x: (its stack, the number of the layer that returned it)."""
 
 
 def show(_: nn.Module, __: Any, output: Any) -> Any:
-    """A hook on modules around a stack: replaces wide hidden states among their outputs by x."""
+    """Replaces wide hidden states in an output by x. A hook after the calls of modules around a stack."""
     return _replaced(output, _shown) if len(WIDE) else None
 
 

@@ -1,5 +1,5 @@
-"""Linear layers as matrices that can be edited in place, and the names under which a model holds its tensors. Folding
-of norms and exact swaps use them."""
+"""Represents linear layers as matrices that can be edited in place, and finds the names under which a model holds its
+tensors. Folding of norms and exact swaps use both."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -56,7 +56,8 @@ class Matrix(NamedTuple):
         return outputs if self.share is None else outputs.narrow(0, *self.share)
 
     def take_in(self, gain: Tensor | None, bias: Tensor | None) -> None:
-        """W ← W·diag(gain), b ← b + W·bias: the layer then reads x̂ instead of gain⊙x̂ + bias. In f64, rounded once."""
+        """Folds a norm's gain and bias in: W ← W·diag(gain), b ← b + W·bias. The layer then reads x̂ instead of
+        gain⊙x̂ + bias. Computes in f64, and rounds once."""
         rows, offsets = self.rows(), self.offsets()
         before = widened(rows)
         if bias is not None:
@@ -72,7 +73,7 @@ class Matrix(NamedTuple):
         self.owner.register_parameter(self.bias, bias)
 
     def centre(self) -> None:
-        """W ← W − mean over outputs, b ← b − mean b: its outputs then add up to 0. In f64, rounded once."""
+        """Centres W and b over the outputs, which then add up to 0. Computes in f64, and rounds once."""
         for outputs in (self.rows(), self.offsets()):
             if outputs is not None:
                 before = widened(outputs)
@@ -103,8 +104,8 @@ def disturbed(name: str, module: nn.Module) -> str:
 
 
 def matrices(block: nn.Module, name: str, part: Part, roles: Iterable[Role]) -> list[Matrix]:
-    """Returns the matrices of a sublayer that have one of these roles. If only some outputs of a linear layer do, the
-    matrix is that share. Errors: InputError if a layer's roles are unknown, or its rows with these roles are not
+    """Returns the matrices of a sublayer that have one of these roles. If only some outputs of a linear layer do, its
+    matrix has only these. Errors: InputError if a layer's roles are unknown, or its rows with these roles are not
     adjacent."""
     found, wanted = [], {*roles}
     for linear in part.linears:
@@ -166,7 +167,7 @@ class Places:
 
 
 def _key(tensor: Tensor) -> Any:
-    """Returns a key that tensors share if they begin at the same memory; without memory, the tensor's identity."""
+    """Returns a key that is equal for tensors that begin at the same address; for one without memory, its identity."""
     has_place = _is_plain(tensor) and tensor.numel() and not tensor.is_meta
     return (tensor.device, tensor.data_ptr()) if has_place else id(tensor)
 

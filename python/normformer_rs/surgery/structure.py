@@ -1,8 +1,8 @@
 """Finds the structure of residual blocks from a record of one run: which additions carry the residual stream, which
-norms stand on it or on branches, and which linear layers make up each branch.
+norms act on the stream or on a branch, and which linear layers make up each branch.
 
-The reader starts at a block's output and follows additions, norms and changes of dtype backwards to the block's input.
-The tensors on this path are the stream. The other operand of each addition on the path is a branch.
+`_Reader` starts at a block's output and follows additions, norms and changes of dtype backwards to the block's input.
+The tensors on this path are the residual stream. The other operand of each addition on the path is a branch.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from .spec import Linear, Part
 _ON_A_BRANCH = UNCHANGED | ADDITIONS | TIMES | {"norm", "dropout", "drop_path", "scale"}
 _ON_A_BRANCH |= {"sum", "index_add", "index_add_", "scatter_add", "scatter_add_", "index_put_", "index_select", "where"}
 _ON_A_BRANCH |= {"cat", "concat", "stack", "split", "chunk", "unbind", "expand", "roll", "flip", "pad", "masked_fill"}
-"""Names of operations that may stand between a branch's last matrix and the addition to the stream."""
+"""Names of operations that may come between a branch's last matrix and the addition to the stream."""
 _READS_ROWS = frozenset({"norm", "linear", "dropout", "drop_path", "scale"}) | ADDITIONS | TIMES
 _NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm", "normalize"})
-_BY_NUMBER = frozenset({"pow", "__pow__", "square", "sub", "__sub__", "rsub", "abs"}) | UNCHANGED | ADDITIONS | TIMES
+_ELEMENTWISE = frozenset({"pow", "__pow__", "square", "sub", "__sub__", "rsub", "abs"}) | UNCHANGED | ADDITIONS | TIMES
 _STATISTICS = frozenset({"mean", "sum", "var", "std", "norm", "vector_norm", "linalg_vector_norm", "var_mean"})
 _ROOTS = frozenset(
     {"rsqrt", "sqrt", "sqrt_", "rsqrt_", "reciprocal", "std", "norm", "vector_norm", "linalg_vector_norm"}
@@ -56,14 +56,14 @@ class Structure(NamedTuple):
 
     parts: tuple[Part, ...]
     writes: tuple[int, ...]
-    """The number of the sublayer that each addition to the stream belongs to, in the order of the additions."""
+    """For each addition to the stream, in order: the number of the sublayer whose branch it adds."""
     reads: frozenset[tuple[int, int]]
-    """Additions that read the stream but do not write it. Each is (number of writing additions before it, its index
-    among the reading additions since the last writing one)."""
+    """Additions that have the stream as an operand but do not write it. Each is (number of writing additions before
+    it, its index among the reading additions since the last writing one)."""
     scales: frozenset[tuple[int, int]] = frozenset()
-    """Multiplications of the stream by a number, counted as the additions in `reads` are."""
+    """Multiplications of the stream by a number, numbered like the additions in `reads`."""
     has_channels_first: bool = False
-    """Whether the stream holds images that convolutions read: its columns are then the second dimension."""
+    """Whether the stream holds images that convolutions read. Its width is then the second dimension."""
     calls: int = 1
     """How often one pass calls the block, that is, how many layers share it."""
     passes: int = 1
@@ -72,9 +72,9 @@ class Structure(NamedTuple):
     is_in_place: bool = False
     """Whether an operation of the block overwrites one of its inputs."""
     width: int | None = None
-    """The stream's width d. None: the block's norms tell it."""
+    """The stream's width d. None: it is the width of the block's norms."""
     is_found: bool = True
-    """Whether a run found this structure. If not, the block's class was registered with it."""
+    """Whether a run found this structure. If False, the block's registered class declares it."""
     heads: int | None = None
     """The attention's number of heads. None: no attention was recognised."""
     no_roles: str = ""
@@ -82,17 +82,17 @@ class Structure(NamedTuple):
     reads_output: bool = False
     """Whether the block reads its stream again after the last addition."""
     loop: tuple[int, ...] = ()
-    """If the block is one layer of a loop: the sublayer of each addition in the whole loop. Else empty."""
+    """If the block is one layer of a loop (loops.py): the `writes` of the whole loop. Else empty."""
     elsewhere: frozenset[str] = frozenset()
-    """Norms of the block that also norm a tensor outside the stream and its branches, as Pegasus-X's norms do with its
-    global tokens."""
+    """Paths of the block's norms that also norm a tensor outside the stream and its branches, such as the global tokens
+    of Pegasus-X."""
 
 
 def norm_after(found: Record, block: nn.Module) -> nn.Module | None:
-    """Returns the norm that reads the output of a block's last call and that lies inside no other block. None if there
-    is none."""
-    around = {one for one in found.blocks if one is not block and any(part is block for part in one.modules())}
-    inside = {part for one in found.blocks - around for part in one.modules()}
+    """Returns the norm that reads the output of a block's last call. A norm inside a block does not count, unless that
+    block contains this one. None: there is no such norm."""
+    enclosing = {other for other in found.blocks if other is not block and any(m is block for m in other.modules())}
+    inside = {part for other in found.blocks - enclosing for part in other.modules()}
     return next((norm for norm in _norms_that_read(found, found.calls[block][-1]) if norm not in inside), None)
 
 
@@ -161,7 +161,7 @@ class _Reader:
         return self.nodes[number] if inside and number is not None else None
 
     def walk(self, at: Key) -> list[Step] | None:
-        """Returns the steps from the block's input to this tensor. None: it is not on the stream."""
+        """Returns the steps from the block's input to this tensor. None: the tensor is not on the stream."""
         if at == self.call.x:
             return []
         if at not in self.walked:
@@ -184,10 +184,10 @@ class _Reader:
             before = self.walk(node.inputs[0])
             return None if before is None else [*before, Step(node, None)]
         if node.what in ADDITIONS and len(node.inputs) == 2 and node.shapes[0] == node.shapes[1]:
-            ways = [(self.walk(node.inputs[i]), node.inputs[1 - i]) for i in (0, 1)]
-            known = [(steps, branch) for steps, branch in ways if steps is not None]
-            if known:
-                steps, branch = min(known, key=lambda way: len(way[0]))
+            operands = [(self.walk(node.inputs[i]), node.inputs[1 - i]) for i in (0, 1)]
+            on_stream = [(steps, branch) for steps, branch in operands if steps is not None]
+            if on_stream:
+                steps, branch = min(on_stream, key=lambda operand: len(operand[0]))
                 return [*steps, Step(node, branch)]
         return None
 
@@ -214,32 +214,39 @@ class _Reader:
         self.moving = self._moving(steps)
         parts = tuple(self._part(group, i) for i, group in enumerate(groups))
         reads, scales = self._reading_additions(steps), self._scales(steps)
-        images = self._has_channels_first()
-        width = self.call.shape[1 if images else -1]
-        made = Structure(parts, writes, reads, scales, images, is_in_place=self._is_in_place(), width=width)
-        made = made._replace(heads=self.heads, no_roles=self.roles.why, elsewhere=self._elsewhere(steps, parts))
-        return made._replace(reads_output=self._reads_output())
+        channels_first = self._has_channels_first()
+        width = self.call.shape[1 if channels_first else -1]
+        result = Structure(parts, writes, reads, scales, channels_first, is_in_place=self._is_in_place(), width=width)
+        result = result._replace(heads=self.heads, no_roles=self.roles.why, elsewhere=self._elsewhere(steps, parts))
+        return result._replace(reads_output=self._reads_output())
 
     def _refuse_functions(self) -> None:
         """Raises Unaccounted if the stream is normed outside a module, by a function of torch or by a formula. A
         product of the stream with a root of its rows' statistics counts as a norm."""
-        # numbers: the stream and tensors computed from it element by element; statistics: of its rows; roots: of these
-        numbers, statistics, roots = {*self.level}, set[Key](), set[Key]()
+        values = {*self.level}  # the stream, and tensors computed from it element by element
+        statistics = set[Key]()  # means, variances and sums of its rows
+        roots = set[Key]()  # roots and reciprocals of these statistics
         for node in self.nodes[self.call.first : self.call.last]:
-            first = any(k in numbers for k in node.inputs[:1])
-            some, root = (any(k in of for k in node.inputs) for of in (numbers, roots))
-            statistic = any(k in statistics for k in node.inputs)
-            if (node.what in _NORMS and first) or (node.what in TIMES and some and root):
+            reads_value_first = any(k in values for k in node.inputs[:1])
+            reads_value = any(k in values for k in node.inputs)
+            reads_root = any(k in roots for k in node.inputs)
+            reads_statistic = any(k in statistics for k in node.inputs)
+            if (node.what in _NORMS and reads_value_first) or (node.what in TIMES and reads_value and reads_root):
                 raise Unaccounted(
                     f"the operation {node.what} at {node.where} norms the residual stream, and only norms that are "
                     "modules, and are called as such, can be replaced: make it a module"
                 )
-            if node.what in _STATISTICS and first and node.made[0] != node.shapes[0]:
+            if node.what in _STATISTICS and reads_value_first and node.made[0] != node.shapes[0]:
                 (roots if node.what in _ROOTS else statistics).update(node.outputs)
-            elif node.what in _ROOTS and statistic:
+            elif node.what in _ROOTS and reads_statistic:
                 roots.update(node.outputs)
-            elif node.what in _BY_NUMBER and (some or root or statistic):
-                (numbers if some else roots if root else statistics).update(node.outputs)
+            elif node.what in _ELEMENTWISE:
+                if reads_value:
+                    values.update(node.outputs)
+                elif reads_root:
+                    roots.update(node.outputs)
+                elif reads_statistic:
+                    statistics.update(node.outputs)
 
     def _reads_output(self) -> bool:
         """Returns whether an operation off the stream reads the stream after its last addition."""
@@ -256,15 +263,17 @@ class _Reader:
         return frozenset(path for n in others if (path := self.paths.get(n.module, "")) in own)
 
     def _tail_of(self, branch: Key) -> Iterator[Key]:
-        """Yields a branch's result, then backwards the tensors that it is a view, cast, dropout or multiple of. If the
-        branch ends with a norm, the norm's output is the last of them."""
-        at: Key | None = branch
-        while at is not None:
+        """Yields a branch's result, and backwards from there the tensors that the result is a view, cast, dropout or
+        multiple of. The last one is the output of any other operation, such as a norm."""
+        at = branch
+        while True:
             yield at
             node = self.node(at)
-            passes = UNCHANGED | {"dropout", "drop_path", "scale"}
-            goes_on = node is not None and node.inputs and (node.what in passes or node.factor is not None)
-            at = node.inputs[0] if node is not None and goes_on else None
+            if node is None or not node.inputs:
+                return
+            if node.what not in UNCHANGED | {"dropout", "drop_path", "scale"} and node.factor is None:
+                return
+            at = node.inputs[0]
 
     def _is_in_place(self) -> bool:
         """Returns whether an operation overwrites an input: its output is the input's tensor in a new version."""
@@ -284,7 +293,7 @@ class _Reader:
                 "a convolution and a linear layer read the stream, which take different dimensions for its width"
             )
         if "linear" in kinds:
-            return False  # it reads the last dimension
+            return False  # a linear layer reads the last dimension
         odd = next((node.what for node in readers if node.what not in _READS_ROWS and node.what != "conv"), None)
         if odd is not None:
             raise Unaccounted(
@@ -294,7 +303,7 @@ class _Reader:
         return bool(readers) and all(node.what == "conv" for node in readers)
 
     def _blame(self, at: Key) -> str:
-        """Returns a message that names the operation at which the way from the output back to the input ends."""
+        """Returns a message that names the operation at which the search from the output back to the input ended."""
         node = self.node(at)
         while node is not None and (node.what == "norm" or node.what in UNCHANGED):
             node = self.node(node.inputs[0])
@@ -365,8 +374,9 @@ class _Reader:
             read, _, _ = self.reach(step.branch)
             if not read:
                 raise Unaccounted("a tensor that is not computed from the stream is added to it")
-            start = writes.count(len(groups) - 1) if groups else 0
-            is_parallel = bool(groups) and max(self.level[k] for k in read) <= len(writes) - start
+            in_last_group = writes.count(len(groups) - 1) if groups else 0
+            level_before_group = len(writes) - in_last_group
+            is_parallel = bool(groups) and max(self.level[k] for k in read) <= level_before_group
             if is_parallel:
                 groups[-1].append(step)
             else:
@@ -379,29 +389,29 @@ class _Reader:
 
     def _reading_additions(self, steps: list[Step]) -> frozenset[tuple[int, int]]:
         """Returns the additions that read the stream but do not write it, numbered as in `Structure.reads`."""
-        wrote = {step.node.outputs[0] for step in steps}
+        outputs_on_path = {step.node.outputs[0] for step in steps}
         found, written, since = set(), 0, 0
         for node in self.nodes[self.call.first : self.call.last]:
             if node.what not in ADDITIONS or len(node.inputs) != 2:
                 continue
-            if node.outputs[0] in wrote:
+            if node.outputs[0] in outputs_on_path:
                 written, since = written + 1, 0
-            elif sum(k in self.level for k in node.inputs) == 1:  # shapes may differ: a batch of one broadcasts
+            elif sum(k in self.level for k in node.inputs) == 1:  # the other operand may be broadcast
                 found.add((written, since))
                 since += 1
         return frozenset(found)
 
     def _scales(self, steps: list[Step]) -> frozenset[tuple[int, int]]:
-        """Returns the multiplications of the stream by a number whose result is the stream from then on, numbered as in
-        `Structure.scales`. `since` counts all multiplications of the stream by a number, also those off its path."""
-        wrote = {step.node.outputs[0] for step in steps if step.branch is not None}
-        passed = {step.node.outputs[0] for step in steps if step.node.factor is not None}
+        """Returns the multiplications by a number that change the stream itself, numbered as in `Structure.scales`.
+        `since` counts all multiplications of the stream by a number, also those whose result is not the stream."""
+        added = {step.node.outputs[0] for step in steps if step.branch is not None}
+        scaled = {step.node.outputs[0] for step in steps if step.node.factor is not None}
         found, written, since = set(), 0, 0
         for node in self.nodes[self.call.first : self.call.last]:
-            if node.outputs[0] in wrote:
+            if node.outputs[0] in added:
                 written, since = written + 1, 0
             elif node.factor is not None and node.inputs[0] in self.level:
-                if node.outputs[0] in passed:
+                if node.outputs[0] in scaled:
                     found.add((written, since))
                 since += 1
         return frozenset(found)
@@ -410,24 +420,25 @@ class _Reader:
 
     def _moving(self, steps: list[Step]) -> set[nn.Module]:
         """Returns the modules of dropout and stochastic depth that are called only at the ends of branches."""
-        last: dict[nn.Module, int] = {}
+        at_ends: dict[nn.Module, int] = {}
         for step in steps:
             at = step.branch
             while at is not None:
-                for module in (here := self._dropouts(at)):
-                    last[module] = last.get(module, 0) + 1
+                dropouts = self._dropouts(at)
+                for module in dropouts:
+                    at_ends[module] = at_ends.get(module, 0) + 1
                 node = self.node(at)
                 passes = UNCHANGED | {"drop_path", "scale", "norm"}
-                if here or node is None or not (node.what in passes or node.factor is not None):
+                if dropouts or node is None or not (node.what in passes or node.factor is not None):
                     break
                 at = node.inputs[0] if node.inputs else None
         inside = self.nodes[self.call.first : self.call.last]
-        calls = {module: sum(node.module is module for node in inside) for module in last}
-        return {module for module, count in last.items() if calls[module] == count}
+        calls = {module: sum(node.module is module for node in inside) for module in at_ends}
+        return {module for module, count in at_ends.items() if calls[module] == count}
 
     def _dropouts(self, at: Key) -> list[nn.Module]:
-        """Returns the modules of dropout and stochastic depth that this tensor is an output of. In evaluation mode,
-        dropout returns its input itself, so there may be several."""
+        """Returns the modules of dropout and stochastic depth that returned this tensor. In evaluation mode, dropout
+        returns its input itself, so there may be several."""
         node = self.node(at)
         own: list[nn.Module] = []
         if node is not None and node.module is not None and node.what in ("dropout", "drop_path"):
@@ -448,7 +459,9 @@ class _Reader:
         read = {k for keys, _, _ in reached for k in keys}
         norms = [node for node in nodes if node.what == "norm" and node.inputs[0] in read]
         before = [*dict.fromkeys(self.paths[node.module] for node in norms)]
-        past = [n for n in nodes if n.what != "norm" and any(k in read for k in n.inputs) and not self._is_same(n)]
+        reads_past_norm = [
+            n for n in nodes if n.what != "norm" and any(k in read for k in n.inputs) and not self._is_same(n)
+        ]
         memory, attends_outside = self._memory(reached, nodes)
         if attends_outside and memory is None:
             raise InputError(
@@ -468,7 +481,7 @@ class _Reader:
             twins=tuple(before[1:]),
             after=after[0] if after else None,
             branch=tail.norms[0] if tail.norms else None,
-            reads_past=bool(before and past),
+            reads_past=bool(before and reads_past_norm),
             memory=memory,
             is_parallel=len(branches) > 1 or bool(before[1:]) or self._is_sum(branches[0]),
             beta=tail.beta,
@@ -479,28 +492,28 @@ class _Reader:
 
     def _tail(self, branch: Key) -> "Tail":
         """Returns the dropout, norms and factors at the end of a branch."""
-        found, at = Tail(), branch
+        tail, at = Tail(), branch
         while True:
             for module in self._dropouts(at):
                 is_path = self.record.kinds.get(module) == "drop_path"
-                if module in self.moving and is_path and found.drop_path is None:
-                    found = found._replace(drop_path=self.paths[module])
-                elif module in self.moving and not is_path and found.dropout is None:
-                    found = found._replace(dropout=self.paths[module])
+                if module in self.moving and is_path and tail.drop_path is None:
+                    tail = tail._replace(drop_path=self.paths[module])
+                elif module in self.moving and not is_path and tail.dropout is None:
+                    tail = tail._replace(dropout=self.paths[module])
             node = self.node(at)
             if node is None or not node.inputs:
                 break
             path = self.paths.get(node.module, "")
-            if node.what == "norm" and not found.norms and found.beta == 1.0 and not found.scales:
-                found = found._replace(norms=(path,))
+            if node.what == "norm" and not tail.norms and tail.beta == 1.0 and not tail.scales:
+                tail = tail._replace(norms=(path,))
             elif node.what == "scale":
-                found = found._replace(scales=(*found.scales, path))
+                tail = tail._replace(scales=(*tail.scales, path))
             elif node.factor:
-                found = found._replace(beta=found.beta * node.factor)
+                tail = tail._replace(beta=tail.beta * node.factor)
             elif node.what not in UNCHANGED | {"dropout", "drop_path"}:
                 break
             at = node.inputs[0]
-        return found
+        return tail
 
     def _is_sum(self, branch: Key) -> bool:
         """Returns whether the branch is a sum of two branches that both read the stream through linear layers."""
@@ -520,11 +533,12 @@ class _Reader:
         names = {at: name for at, name in self.call.arguments.items() if at != self.call.x}
         outside = {k for _, _, found in reached for k in found}
         layers = [n for n in nodes if n.what == "linear" and n.module is not None and n.inputs[0] in outside]
-        told = [self.roles.of(owner_of(node.module)) for node in layers if node.module is not None]
-        values = [n for n, one in zip(layers, told) if one and any(rows.role == "value" for rows in one.rows)]
-        is_recognised = any(one.heads for _, owner in self.matrices(nodes) if (one := self.roles.of(owner)))
-        first = next(iter(values if is_recognised else layers), None)
-        return (None if first is None else names.get(first.inputs[0])), is_recognised and bool(values)
+        known = [self.roles.of(owner_of(node.module)) for node in layers if node.module is not None]
+        values = [n for n, matrix in zip(layers, known) if matrix and any(rows.role == "value" for rows in matrix.rows)]
+        has_attention = any(matrix.heads for _, owner in self.matrices(nodes) if (matrix := self.roles.of(owner)))
+        # if no attention was recognised, any linear layer that reads from outside the block counts
+        first = next(iter(values if has_attention else layers), None)
+        return (None if first is None else names.get(first.inputs[0])), has_attention and bool(values)
 
     def _without_adapters(self, path: str) -> str:
         """Returns the path of the layer that PEFT's adapter wraps if the linear layer at `path` is part of an adapter,
@@ -546,7 +560,10 @@ class _Reader:
                 if path not in found.values():
                     found.setdefault(owner_of(node.module), path)
             elif node.module is None:
-                found |= {own[k[0]][1]: own[k[0]][0] for k in node.inputs if k[0] in own and own[k[0]][1] not in found}
+                for identity, _ in node.inputs:
+                    if identity in own:
+                        path, p = own[identity]
+                        found.setdefault(p, path)
         return [(self._layer(path), owner) for owner, path in found.items()]
 
     def _layer(self, path: str) -> str:
@@ -556,7 +573,7 @@ class _Reader:
         return above if name == "weight" and isinstance(self.block.get_submodule(above), nn.Linear) else path
 
     def last(self, branch: Key) -> set[Owner]:
-        """Returns a branch's last matrices: after them come only additions, norms, dropout and factors."""
+        """Returns a branch's last matrices: those followed only by additions, norms, dropout, factors and the like."""
         found: set[Owner] = set()
         own = {id(p): p for p in self.block.parameters() if p.dim() >= 2}
         todo = [branch]
@@ -596,23 +613,24 @@ class _Reader:
     ) -> tuple[tuple[Linear, ...], tuple[Linear, ...], str]:
         """Returns a branch's linear layers, its stacks of experts (parameters of three dimensions), both with the roles
         of their rows, and its kind: cross-attention, self-attention or feed-forward."""
-        found = [(path, owner, told) for path, owner in self.matrices(nodes) if (told := self.roles.of(owner))]
+        found = [(path, owner, matrix) for path, owner in self.matrices(nodes) if (matrix := self.roles.of(owner))]
         is_attention = reads_memory or any(
-            told.reads_attention or told.mixes or told.heads for _, owner, told in found if owner in ends or told.heads
+            matrix.heads or (owner in ends and (matrix.reads_attention or matrix.mixes)) for _, owner, matrix in found
         )
-        is_mixer = not any(told.heads for *_, told in found) and any(told.mixes for *_, told in found)
-        self.heads = self.heads or next((told.heads for *_, told in found if told.heads), None)
+        # token mixing without attention, as in MLP-Mixer, whose rows get no roles
+        is_mixer = not any(matrix.heads for *_, matrix in found) and any(matrix.mixes for *_, matrix in found)
+        self.heads = self.heads or next((matrix.heads for *_, matrix in found if matrix.heads), None)
         called = {owner_of(node.module) for node in nodes if node.module is not None and node.what == "linear"}
         linears: list[Linear] = []
         experts: list[Linear] = []
-        for path, owner, told in found:
-            rows = () if is_mixer else told.rows
+        for path, owner, matrix in found:
+            rows = () if is_mixer else matrix.rows
             roles = tuple(dict.fromkeys(run.role for run in rows if run.role is not None))
             if owner in ends:
-                roles, rows = ("output" if is_attention and not _ends_feed_forward(told, found) else "fc2",), ()
+                roles, rows = ("output" if is_attention and not _ends_feed_forward(matrix, found) else "fc2",), ()
             is_stack = owner not in called and isinstance(owner, nn.Parameter) and owner.dim() > 2
-            is_unclear = told.is_unclear and not is_mixer
-            linear = Linear(path, roles, told.factor, rows, told.is_transposed, owner in called, is_unclear)
+            is_unclear = matrix.is_unclear and not is_mixer
+            linear = Linear(path, roles, matrix.factor, rows, matrix.is_transposed, owner in called, is_unclear)
             (experts if is_stack else linears).append(linear)
         kind = "cross-attention" if reads_memory else "self-attention" if is_attention else "feed-forward"
         return tuple(linears), tuple(experts), kind
@@ -624,10 +642,10 @@ def named(module: nn.Module) -> str:
     return f"{'an' if kind[:1] in 'AEIOU' else 'a'} {kind}"
 
 
-def _ends_feed_forward(told: Matrix, found: list[Any]) -> bool:
-    """Returns whether a last matrix ends a feed-forward that is parallel to attention: attention feeds another matrix,
-    but not this one."""
-    return not told.reads_attention and any(other.reads_attention for *_, other in found)
+def _ends_feed_forward(last: Matrix, found: list[Any]) -> bool:
+    """Returns whether a branch's last matrix ends a feed-forward parallel to attention: this matrix does not read
+    attention's output, but another one does."""
+    return not last.reads_attention and any(other.reads_attention for *_, other in found)
 
 
 class Tail(NamedTuple):

@@ -1,5 +1,5 @@
-"""Traces a run of a model with gradients. Autograd's graph ends at every product with a parameter and at every
-attention, whose outputs become its leaves."""
+"""Traces a run of a model with gradients. The output of every product with a parameter, and of every attention, becomes
+a new leaf of autograd's graph, so that derivatives stop there."""
 
 import contextlib
 import inspect
@@ -20,8 +20,9 @@ Owner = nn.Parameter | nn.Module
 _PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum"})
 _BY_MATRIX = frozenset({"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "grouped_mm", "_grouped_mm"})
 _BY_MATRIX |= {"grouped_mm_fallback"}  # this operator is defined by transformers
-_SWAPS = frozenset({"transpose", "t", "swapaxes", "swapdims", "adjoint", "permute", "__get__"})
+_TRANSPOSES = frozenset({"transpose", "t", "swapaxes", "swapdims", "adjoint", "permute", "__get__"})
 _SCALE = -2.0
+"""A repeated run multiplies chosen outputs by this number."""
 
 
 class Product(NamedTuple):
@@ -46,7 +47,7 @@ class Attention(NamedTuple):
 
 
 class Trace(TorchFunctionMode):
-    """Traces a run, and ends autograd's graph at every matrix and every attention. `first`: an earlier trace whose
+    """Traces a run, and makes leaves of the outputs of all matrices and attentions. `first`: an earlier trace, whose
     outputs are used again; `scales`: the number of a product → a mask of its outputs to multiply by −2."""
 
     def __init__(
@@ -120,19 +121,19 @@ class Trace(TorchFunctionMode):
             return self._torchs_attention(bound, out)
         if not isinstance(out, Tensor) or not out.is_floating_point() or not given:
             return out
-        if name in UNCHANGED | _SWAPS | {"index_select"} and (origin := self._origin(given[0])) is not None:
-            moved = (
-                name in _SWAPS
+        if name in UNCHANGED | _TRANSPOSES | {"index_select"} and (origin := self._origin(given[0])) is not None:
+            transposes = (
+                name in _TRANSPOSES
                 and out.dim() >= 2
                 and (out.stride(-1) > out.stride(-2)) != (given[0].stride(-1) > given[0].stride(-2))
             )
-            self.views[id(out)] = origin[0], origin[1] != moved, out
+            self.views[id(out)] = origin[0], origin[1] != transposes, out
         elif name == "scaled_dot_product_attention":
             return self._attended(*_of_attention(*args, **kwargs), out)
         elif name == "softmax":
             self.softmaxes.append((given[0], out, _dimension(args, kwargs)))
-        elif (told := self._by_matrix(name, given, out)) is not None:
-            return self._matrix(*told)
+        elif (arguments := self._by_matrix(name, given, out)) is not None:
+            return self._matrix(*arguments)
         elif name in _PRODUCTS and (pair := self._pair(name, args, given)) is not None:
             return self._product(*pair, out)
         return out
@@ -150,7 +151,7 @@ class Trace(TorchFunctionMode):
     # The origin of tensors: parameters, views of them, constants.
 
     def _follow_constants(self, name: str, given: list[Tensor], out: Any) -> None:
-        """Notes an operation's outputs as constants if all of its inputs are."""
+        """Adds an operation's outputs to `constants` if all of its inputs are constant."""
         made = [*tensors_in(out)] if name != "__setitem__" else given[:1]
         is_constant = all(map(self._is_constant, given))
         for t in made:
@@ -182,15 +183,19 @@ class Trace(TorchFunctionMode):
         if len(weights) != 1 or not others or name not in _BY_MATRIX:
             return None
         weight, x = floats[weights[0]], floats[others[-1] if others[-1] < weights[0] else others[0]]
-        owner, is_moved = self._origin(weight) or (None, False)
+        owner, is_exchanged = self._origin(weight) or (None, False)
         assert owner is not None
         sides = weight.shape[-2:]
-        by_rows = name == "linear"  # (fan_out, fan_in)
+        by_rows = name == "linear"  # its weight is (fan_out, fan_in)
+        # x·W, or linear(x, W)
         if others[0] < weights[0] and (x.shape[-1], out.shape[-1]) == (tuple(sides[::-1]) if by_rows else tuple(sides)):
-            return owner, x, out, False, is_moved == by_rows
-        is_left = name in ("bmm", "matmul", "__matmul__") and weights[0] < others[0] and min(x.dim(), out.dim()) > 1
-        if is_left and (out.shape[-2], x.shape[-2]) == tuple(sides):
-            return owner, x.mT, out, True, is_moved
+            return owner, x, out, False, is_exchanged == by_rows
+        # W·x: the columns of x and of the output are their second last dimension
+        weight_is_left = (
+            name in ("bmm", "matmul", "__matmul__") and weights[0] < others[0] and min(x.dim(), out.dim()) > 1
+        )
+        if weight_is_left and (out.shape[-2], x.shape[-2]) == tuple(sides):
+            return owner, x.mT, out, True, is_exchanged
         return None
 
     def _matrix(
@@ -237,30 +242,33 @@ class Trace(TorchFunctionMode):
         else:
             for i, name in enumerate("qkv"):
                 self.known[self.owners[id(given[f"{name}_proj_weight"])]] = rows[i], heads
+        # stands for the heads' joint output, which the function does not return
         heads_output = out[0].detach().clone().requires_grad_()
         self.attended.add(id(heads_output))
         made = self._matrix(self.owners[id(given["out_proj_weight"])], heads_output, out[0])
         return (made, *out[1:])
 
     def _pair(self, name: str, args: Any, given: list[Tensor]) -> tuple[Tensor, Tensor] | None:
-        """Returns the two factors of a product, as (…, rows, columns) and (…, columns, rows). None: the call has not
-        two factors that both depend on a matrix."""
+        """Returns the two factors of a product, as (…, rows, columns) and (…, columns, rows). None: the call does
+        not have two factors that both depend on a matrix."""
         two = given[1:] if name == "baddbmm" else given
         if len(two) != 2 or any(t.dim() < 2 or not t.requires_grad for t in two):
             return None
         return _of_einsum(args[0], *two) if name == "einsum" else (two[0], two[1])
 
     def _product(self, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-        """Follows a product of two tensors. If one factor comes from a softmax over an earlier product, the two
-        products are an attention, which is recorded; else the product is noted as a possible q kᵀ."""
+        """Records an attention if one factor of a product comes from a softmax over an earlier product, which is then
+        q kᵀ. Otherwise notes the product as a possible q kᵀ of a later attention."""
         depends = not self._is_constant(left) and not self._is_constant(right)
-        for i, (read, weights, dimension) in enumerate(self.softmaxes):
+        for i, (scores, weights, dimension) in enumerate(self.softmaxes):
             is_left, is_right = (_leads(t, weights) for t in (left, right))
-            before = [pair for pair in self.pairs if _leads(read, pair[2])] if is_left != is_right else []
-            before = before if len(before) == 1 else [pair for pair in before if pair[3]]
-            if len(before) == 1 and dimension in (-1, read.dim() - 1):
+            pairs = [pair for pair in self.pairs if _leads(scores, pair[2])] if is_left != is_right else []
+            if len(pairs) != 1:  # keep the products whose factors both depend on the model's input
+                pairs = [pair for pair in pairs if pair[3]]
+            if len(pairs) == 1 and dimension in (-1, scores.dim() - 1):
                 del self.softmaxes[i]
-                return self._attended(before[0][0], before[0][1].mT, right if is_left else left.mT, read, out)
+                q, keys, _, _ = pairs[0]
+                return self._attended(q, keys.mT, right if is_left else left.mT, scores, out)
         self.pairs.append((left, right, out, depends))
         return out
 
@@ -275,19 +283,19 @@ def _of_attention(
 
 
 def _of_einsum(equation: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Returns the factors of an einsum in the layout that matmul takes. None: the einsum is no batch of matrix
-    products."""
+    """Returns the factors of an einsum in the layout of matmul's arguments. None: the einsum is no batch of
+    matrix products."""
     if not isinstance(equation, str) or "." in equation or "->" not in equation:
         return None
     given, made = equation.replace(" ", "").split("->")
-    one, other = given.split(",")
-    summed = [c for c in one if c in other and c not in made]
-    shared = [c for c in one if c in other and c in made]
-    own, its = [c for c in one if c not in other], [c for c in other if c not in one]
-    if len(summed) != 1 or len(own) != 1 or len(its) != 1:
+    letters_a, letters_b = given.split(",")
+    summed = [c for c in letters_a if c in letters_b and c not in made]
+    shared = [c for c in letters_a if c in letters_b and c in made]
+    only_a, only_b = [c for c in letters_a if c not in letters_b], [c for c in letters_b if c not in letters_a]
+    if len(summed) != 1 or len(only_a) != 1 or len(only_b) != 1:
         return None
-    left = torch.einsum(f"{one}->{''.join((*shared, own[0], summed[0]))}", a)
-    return left, torch.einsum(f"{other}->{''.join((*shared, summed[0], its[0]))}", b)
+    left = torch.einsum(f"{letters_a}->{''.join((*shared, only_a[0], summed[0]))}", a)
+    return left, torch.einsum(f"{letters_b}->{''.join((*shared, summed[0], only_b[0]))}", b)
 
 
 def _dimension(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -302,7 +310,7 @@ def _leads(start: Tensor, goal: Tensor) -> bool:
 
 
 def _graph(t: Tensor) -> Iterator[Any]:
-    """Yields the nodes of autograd's graph that a tensor was computed by, each once."""
+    """Yields the nodes of autograd's graph from a tensor back to its leaves, each once."""
     todo, seen = [t.grad_fn], set()
     while todo:
         node = todo.pop()

@@ -1,4 +1,4 @@
-"""Changes to a model with undo, and the table of changes. All swaps use them."""
+"""Records the changes that a swap makes to a model, undoes them, and shows them as a table."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -79,7 +79,9 @@ class Edits:
         self._back: list[Callable[[], None]] = []
         self._values: dict[Tensor, tuple[Tensor, bool]] = {}
         self._written: list[tuple[Tensor, int | None]] = []
+        """Each parameter and buffer with its checksum when the changes were complete."""
         self._places: list[tuple[Tensor, torch.device, torch.dtype]] = []
+        """Each parameter with its device and dtype when the changes were complete."""
         self._heirs: list[tuple[str, nn.Parameter, nn.Parameter]] = []
 
     @property
@@ -98,7 +100,7 @@ class Edits:
         except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as reason:
             said = f"{type(reason).__name__}: {str(reason).partition(chr(10))[0][:200]}"
             raise InputError(
-                f"{self.title} is not possible, and nothing was changed: {_odd(self.model)}{said}"
+                f"{self.title} is not possible, and nothing was changed: {_unsupported(self.model)}{said}"
             ) from reason
 
     def remember(self, module: nn.Module) -> None:
@@ -126,7 +128,7 @@ class Edits:
         self._back.append(back)
 
     def take_back(self) -> None:
-        """Puts everything back. Only possible before `done`."""
+        """Restores the model's state from before the changes. Only possible before `done`."""
         assert self.state is not None
         self.state.restore()
 
@@ -146,10 +148,10 @@ class Edits:
         return any(_digest(t) != digest for t, digest in self._written)
 
     def undo(self, then: Callable[[], None]) -> None:
-        """Reverses all changes, and calls `then` at the end, perhaps twice.
+        """Reverses all changes, and then calls `then` once, or twice after an interrupt.
 
-        If an exception interrupts the reversal, all changes are kept. After the writing of values has begun, the
-        reversal is completed instead.
+        If an exception interrupts the reversal, all changes are kept. Once it has begun to write values, it is
+        completed instead.
 
         Errors: InputError, before anything changes, if a later swap changed the same modules, or if the new parameters
         have hooks or attributes that the old ones cannot have.
@@ -168,14 +170,14 @@ class Edits:
 
     def _undo(self, state: State, then: Callable[[], None]) -> None:
         """Reverses all changes. Once `state.finish` is set, an interrupt completes the undo."""
-        there = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
+        swapped = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
         for module, before in self._before.items():
             self._restore(module, before, self._after[module])
             SWAPS[module].pop()
         for back in reversed(self._back):
             back()
-        self._bring_buffers_along(there)
-        state.finish = functools.partial(self._finish, self._moves(there), then)
+        self._bring_buffers_along(swapped)
+        state.finish = functools.partial(self._finish, self._moves(swapped), then)
         state.finish()
 
     def _finish(
@@ -201,40 +203,40 @@ class Edits:
             if name == "_modules":
                 for key in found:
                     now = values.get(key)
-                    _hand_on(module if now is None else now, found[key])
+                    _adopt_settings(module if now is None else now, found[key])
             values.clear()
             values.update(found)
 
-    def _moves(self, there: set[int]) -> list[tuple[nn.Parameter, torch.device, torch.dtype]]:
-        """Returns the restored parameters (those not in `there`) that must move, each with the device and dtype that
-        the model was given since the swap."""
-        types = {(device, dtype): (p.device, p.dtype) for p, device, dtype in self._places}
-        came = ((p, (p.device, p.dtype)) for p in self.model.parameters() if id(p) not in there)
-        return [(p, *types[here]) for p, here in came if types.get(here, here) != here]
+    def _moves(self, swapped: set[int]) -> list[tuple[nn.Parameter, torch.device, torch.dtype]]:
+        """Returns the restored parameters that must move, each with the device and dtype that the model was given since
+        the swap. `swapped`: the identities of the swapped model's tensors, which are no restored ones."""
+        moved = {(device, dtype): (p.device, p.dtype) for p, device, dtype in self._places}
+        restored = ((p, (p.device, p.dtype)) for p in self.model.parameters() if id(p) not in swapped)
+        return [(p, *moved[place]) for p, place in restored if moved.get(place, place) != place]
 
-    def _bring_buffers_along(self, there: set[int]) -> None:
+    def _bring_buffers_along(self, swapped: set[int]) -> None:
         """Moves restored buffers to the device that the model was given since the swap."""
         devices = {device: p.device for p, device, _ in self._places}
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None and id(buffer) not in there:
+                if buffer is not None and id(buffer) not in swapped:
                     module._buffers[name] = buffer.to(devices.get(buffer.device, buffer.device))
 
 
-def _hand_on(now: nn.Module, back: nn.Module | None) -> None:
-    """Gives the restored module `back` the training mode and `requires_grad` of the module `now`, whose place it
-    takes."""
-    if back is None or now is back:
+def _adopt_settings(current: nn.Module, restored: nn.Module | None) -> None:
+    """Gives a restored module the training mode and the parameters' `requires_grad` of the module `current`, which it
+    replaces."""
+    if restored is None or current is restored:
         return
-    back.train(now.training)
-    own = dict(now.named_parameters(recurse=False))
-    for name, parameter in back.named_parameters(recurse=False):
-        parameter.requires_grad_(own.get(name, next(iter(own.values()), parameter)).requires_grad)
+    restored.train(current.training)
+    parameters = dict(current.named_parameters(recurse=False))
+    for name, parameter in restored.named_parameters(recurse=False):
+        parameter.requires_grad_(parameters.get(name, next(iter(parameters.values()), parameter)).requires_grad)
 
 
-def _odd(model: nn.Module) -> str:
-    """Returns a message about the first part of a model that swaps cannot work with, such as compiled or quantized
-    parts; "" if there is none."""
+def _unsupported(model: nn.Module) -> str:
+    """Returns a message about the first part of a model that swaps do not support, such as a compiled or quantized one;
+    "" if there is none."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             return f"{name or 'the model'} is compiled by torch.jit: swap first, and script or trace afterwards. "

@@ -69,7 +69,7 @@ def _tables(model: nn.Module) -> list[nn.Module]:
 
 
 def _weight_of(module: Any) -> nn.Parameter | None:
-    """Returns an embedding's matrix. None: the module has no matrix, as the convolutions of image models."""
+    """Returns an embedding's matrix. None: the module's weight is no matrix, as in the convolutions of image models."""
     weight = getattr(module, "weight", None)
     return weight if isinstance(weight, nn.Parameter) and weight.dim() == 2 else None
 
@@ -96,6 +96,7 @@ def _of_block(path: str, block: nn.Module) -> Iterator[tuple[nn.Parameter, int]]
     for part in parts:
         for linear in part.linears:
             writes = {*linear.roles} <= {"output", "fc2"}
+            # the stream's width is dimension 0 of a matrix (fan_out, fan_in) that writes, and 1 of one that reads
             yield weight_and_bias(block, linear.path)[0], int(writes == is_transposed(block, linear.path))
         for linear in part.experts:
             writes = {*linear.roles} <= {"output", "fc2"}

@@ -1,7 +1,7 @@
-"""Makes a change of a model happen wholly or not at all, whatever interrupts it.
+"""Makes a change of a model happen wholly or not at all, even if an exception interrupts it.
 
 `State` copies everything about a model that a swap may write, before anything is written. If an exception then comes at
-any line, Ctrl-C included, everything is put back. Putting back is idempotent: if it is interrupted, it runs again.
+any line, Ctrl-C included, everything is restored. Restoring is idempotent: if it is interrupted, it runs again.
 """
 
 import functools
@@ -50,8 +50,9 @@ class State:
     def __init__(self, model: nn.Module, optimizer: Any = None, beside: Iterable[nn.Module] = ()) -> None:
         modules = dict.fromkeys(module for top in (model, *beside) for module in top.modules())
         self._modules = [(module, type(module), {**vars(module)}) for module in modules]
-        held = {id(h): h for _, _, own in self._modules for n in _HOLDERS if isinstance(h := own.get(n), dict | set)}
-        self._holders = [(holder, _copied(holder)) for holder in held.values()]
+        holders = (own.get(name) for _, _, own in self._modules for name in _HOLDERS)
+        distinct = {id(holder): holder for holder in holders if isinstance(holder, dict | set)}
+        self._holders = [(holder, _copied(holder)) for holder in distinct.values()]
         tensors = {id(t): t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None}
         self._tensors = [(t, t.requires_grad, {**vars(t)}, _hooks(t)) for t in tensors.values()]
         buffers = {id(b): b for m in modules for b in m._buffers.values() if b is not None and not is_lazy(b)}
@@ -66,7 +67,7 @@ class State:
         self._random = _random_states(tensors.values())
         self._has_gradients = torch.is_grad_enabled()
         self._handlers: dict[int, Any] = {}
-        self._heard: list[int] = []
+        self._deferred: list[int] = []
         self.values: dict[Tensor, tuple[Tensor, bool]] = {}
         """For each tensor that is written in place, its value and `requires_grad` from before."""
         self.finish: Callable[[], None] | None = None
@@ -97,24 +98,24 @@ class State:
             raise
 
     def _settle(self) -> None:
-        """Completes the change or puts everything back. Signals that arrive meanwhile are raised at the end."""
+        """Completes the change or restores everything. Signals that arrive meanwhile are raised at the end."""
         try:
             if threading.current_thread() is threading.main_thread():
                 for number in signal.valid_signals():
                     handler = signal.getsignal(number)
-                    if callable(handler) and handler != self._hear:
+                    if callable(handler) and handler != self._defer:
                         self._handlers[number] = handler
-                        signal.signal(number, self._hear)
+                        signal.signal(number, self._defer)
             (self.finish or self.restore)()
         finally:
             while self._handlers:
                 deferred, handler = next(iter(self._handlers.items()))
                 signal.signal(deferred, handler)
                 del self._handlers[deferred]
-        _raise(self._heard)
+        _raise(self._deferred)
 
-    def _hear(self, number: int, _: FrameType | None) -> None:
-        self._heard.append(number)
+    def _defer(self, number: int, _: FrameType | None) -> None:
+        self._deferred.append(number)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -179,7 +180,7 @@ def _hooks(t: Tensor) -> tuple[Any, Any]:
 
 
 def _version(t: Tensor) -> int | None:
-    """Returns a tensor's count of writes. None: it is an inference tensor, which does not count them."""
+    """Returns a tensor's count of in-place writes. None: it is an inference tensor, which does not count them."""
     return None if t.is_inference() else t._version
 
 
@@ -192,10 +193,10 @@ def _random_states(tensors: Iterable[Tensor]) -> list[tuple[Callable[[Tensor], A
     return states
 
 
-def _raise(heard: list[int]) -> None:
-    """Raises each of the signals, even if the handler of one of them raises an exception."""
-    if heard:
+def _raise(numbers: list[int]) -> None:
+    """Raises each of the signals with these numbers, even if the handler of one of them raises an exception."""
+    if numbers:
         try:
-            signal.raise_signal(heard.pop(0))
+            signal.raise_signal(numbers.pop(0))
         finally:
-            _raise(heard)
+            _raise(numbers)
