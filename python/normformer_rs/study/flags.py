@@ -86,10 +86,10 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _settings(words: list[str]) -> dict[str, int | str]:
-    found: dict[str, int | str] = {}
+    settings: dict[str, int | str] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not name or not equals:
             raise InputError(f"--job-setting: expected NAME=VALUE, such as timeout_min=600; got {word}")
-        found[name] = int(value) if value.isdigit() else value
-    return found
+        settings[name] = int(value) if value.isdigit() else value
+    return settings
