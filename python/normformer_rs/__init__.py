@@ -115,17 +115,17 @@ else:
         "loop.translation": ("Binarised", "Perplexity", "Translation", "average", "evaluate_loss", "translate"),
         **dict.fromkeys(("analysis", "figures", "nn"), ()),
     }
-    """The modules, and the public names of each. A module is imported on first use, because most of them import
-    torch."""
+    """The public names by the module that defines them. A module is imported on first use, because most of them import
+    torch. A module without names is public itself."""
 
     def __getattr__(name):
         if name == "_core":
             return _loading.load()
-        module = name if name in _HOMES else next((home for home, names in _HOMES.items() if name in names), None)
-        if module is None:
+        home = name if name in _HOMES else next((home for home, names in _HOMES.items() if name in names), None)
+        if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = importlib.import_module(f".{module}", __name__)
-        globals()[name] = found if module == name else getattr(found, name)
+        module = importlib.import_module(f".{home}", __name__)
+        globals()[name] = module if home == name else getattr(module, name)
         return globals()[name]
 
     def __dir__():

@@ -8,7 +8,7 @@ _CELL = 'style="text-align: left; vertical-align: top"'
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
-    """Returns an HTML table; every cell is text."""
+    """Returns an HTML table; cells are escaped, so they may hold any text."""
     lines = [f"<caption style='text-align: left'><b>{html.escape(caption)}</b></caption>" if caption else ""]
     lines.append(_row(head, "th"))
     lines += [_row(row, "td") for row in rows]
@@ -20,8 +20,8 @@ def _row(cells: Sequence[object], tag: str) -> str:
 
 
 class Table(list[dict[str, Any]]):
-    """A list of dicts with the same keys. A notebook shows its text columns (only name, equation and source, if it
-    has any)."""
+    """A list of dicts with the same keys. A notebook shows the columns name, equation and source, as far as they exist,
+    or else all columns of text."""
 
     def _repr_html_(self) -> str:
         shown = [key for key in self[0] if isinstance(self[0][key], str)] if self else []

@@ -1,13 +1,14 @@
 """Finds the extension module that fits the installed torch, and loads torch and the module, in this order.
 
-A build from source has one extension module, `_core.SUFFIX`. Its file tells which torch it is linked against. A wheel
-from a package index has one for each minor version of torch, `_core-torch2.13.SUFFIX`. To find the right one, files
-are read, because importing torch takes seconds.
+A build from source has one extension module, `_core.SUFFIX`. Its file contains the version of the torch that it is
+linked against. A wheel from a package index has one for each minor version of torch, `_core-torch2.13.SUFFIX`. The
+right one is found by reading files, because importing torch takes seconds.
 
-The extension module is linked against libtorch, which importing torch maps into memory, so torch comes first. It
-registers the operators `torch.ops.normformer_rs` and keeps oneDNN from using broken AMX (src/cpu/amx.rs), so `import
-normformer_rs` loads it at once if torch is imported already. Otherwise the first part of the package that needs them
-loads both, and the command line can answer before that. Nothing here changes how Python imports other modules.
+The extension module is linked against libtorch, which importing torch maps into memory, so torch is loaded first. The
+module registers the operators `torch.ops.normformer_rs` and keeps oneDNN from using broken AMX (src/cpu/amx.rs), so
+`import normformer_rs` loads it at once if torch is imported already. Otherwise torch and the module are loaded when a
+part of the package first needs them, so that the command line can answer before. Nothing here changes how Python
+imports other modules.
 """
 
 import importlib
@@ -32,7 +33,7 @@ ANY_TORCH = "NORMFORMER_RS_ANY_TORCH"
 _BUILT_AGAINST = re.compile(rb"normformer_rs is built against torch (\d[\w.]*);")
 """Matches the version in the sentence `_core.BUILT_AGAINST`."""
 _OF_A_TORCH = re.compile(r"_core-torch(\d+)\.(\d+)\.")
-"""Matches the start of the file name of an extension module that is one of several."""
+"""Matches the start of a file name such as _core-torch2.13.SUFFIX, with the minor version of torch."""
 
 
 def begin(core: Path | None) -> None:
@@ -72,8 +73,8 @@ def _load_file(path: Path) -> None:
 
 
 def core() -> Path | None:
-    """Returns the extension module for the installed torch, out of several; None if there is only one, which Python
-    finds.
+    """Returns the file of the extension module for the installed torch, if there are several modules. Returns None if
+    there is only one, which Python finds by its name.
 
     Raises ImportError, with the command that fixes it, if none fits. The C++ interface of libtorch changes with every
     minor version, so an extension module works with only one.
@@ -82,14 +83,14 @@ def core() -> Path | None:
     if not cores:
         _check_alone()
         return None
-    found, minors = _found(), list(cores)
-    fitting = f'`pip install "torch>={minors[0]},<{_next(minors[-1])}"`'
-    if found is None:
-        raise ImportError(f"normformer_rs needs torch {minors[0]} to {minors[-1]}, which is not installed: {fitting}")
-    if (chosen := cores.get(_minor(found))) is not None:
+    installed, minors = _installed_torch(), list(cores)
+    pip = f'`pip install "torch>={minors[0]},<{_next(minors[-1])}"`'
+    if installed is None:
+        raise ImportError(f"normformer_rs needs torch {minors[0]} to {minors[-1]}, which is not installed: {pip}")
+    if (chosen := cores.get(_minor(installed))) is not None:
         return chosen
     message = (
-        f"this wheel of normformer_rs works with torch {', '.join(minors)}; found torch {found}: {fitting}, or look "
+        f"this wheel of normformer_rs works with torch {', '.join(minors)}; found torch {installed}: {pip}, or look "
         "for a newer normformer_rs"
     )
     if os.environ.get(ANY_TORCH) != "1":
@@ -101,12 +102,12 @@ def core() -> Path | None:
 def _cores() -> dict[str, Path]:
     """Returns the extension modules by minor version of torch, the oldest first."""
     folder = Path(__file__).parent
-    found = {}
+    paths = {}
     for name in os.listdir(folder):
-        told = _OF_A_TORCH.match(name)
-        if told and name.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)):
-            found[int(told[1]), int(told[2])] = folder / name
-    return {f"{major}.{minor}": found[major, minor] for major, minor in sorted(found)}
+        version = _OF_A_TORCH.match(name)
+        if version and name.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)):
+            paths[int(version[1]), int(version[2])] = folder / name
+    return {f"{major}.{minor}": paths[major, minor] for major, minor in sorted(paths)}
 
 
 def _next(minor: str) -> str:
@@ -118,15 +119,15 @@ def _next(minor: str) -> str:
 def _check_alone() -> None:
     """Raises ImportError if the only extension module was built against another minor version of torch than the
     installed one; warns instead if NORMFORMER_RS_ANY_TORCH is 1."""
-    built, found = _minor(_built()), _found()
+    built, installed = _minor(_built()), _installed_torch()
     pin = f'`pip install "torch=={built}.*"`'
-    if found is None:
+    if installed is None:
         raise ImportError(f"normformer_rs needs torch {built}, which is not installed: {pin}")
-    if _minor(found) == built:
+    if _minor(installed) == built:
         return
     message = (
-        f"normformer_rs was built against torch {built}, found torch {found}. Build it for this torch: {_install()}; "
-        f"or go back: {pin}"
+        f"normformer_rs was built against torch {built}, found torch {installed}. Build it for this torch: "
+        f"{_install()}; or go back: {pin}"
     )
     if os.environ.get(ANY_TORCH) != "1":
         raise ImportError(message)
@@ -139,14 +140,14 @@ def _built() -> str:
     if core is None or core.origin is None or not os.path.getsize(core.origin):
         raise ImportError(f"normformer_rs is not built for this Python: {_install()}")
     with open(core.origin, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        said = _BUILT_AGAINST.search(content)  # takes 0.3 ms; reading the file, 11 MB, would take 7 ms
-        if said is None:
+        version = _BUILT_AGAINST.search(content)  # takes 0.3 ms; reading the file, 11 MB, would take 7 ms
+        if version is None:
             raise ImportError(f"{core.origin} does not say which torch it was built against: {_install()}")
-        return said[1].decode()
+        return version[1].decode()
 
 
-def _found() -> str | None:
-    """Returns the version of the torch that an import would find; None if there is none."""
+def _installed_torch() -> str | None:
+    """Returns the version of the torch that an import would find; None if torch is not installed."""
     if "torch" in sys.modules:
         return str(sys.modules["torch"].__version__)
     spec = importlib.util.find_spec("torch")

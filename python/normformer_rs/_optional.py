@@ -25,13 +25,13 @@ REQUIREMENTS = {
 
 
 def require(name: str, purpose: str, hint: str = "") -> ModuleType:
-    """Returns the module of that name. Errors: ImportError, with its purpose and the command that installs it, if it
-    is missing."""
+    """Returns the module of that name. Errors: ImportError if it is missing; the message has the `purpose`, the command
+    that installs the package, and the `hint`."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         package = name.partition(".")[0]
-        if (error.name or "").partition(".")[0] != package:
+        if (error.name or "").partition(".")[0] != package:  # the package is there, but lacks one that it needs
             raise
         raise ImportError(f"{purpose} needs {package}: {command(package)}{f' ({hint})' if hint else ''}") from error
 
@@ -42,5 +42,5 @@ def command(package: str) -> str:
 
 
 def available(name: str) -> bool:
-    """True if the package is installed; it is not imported."""
+    """Returns True if the package is installed, without importing it."""
     return importlib.util.find_spec(name) is not None

@@ -83,7 +83,7 @@ def tables() -> dict[str, list[dict[str, Any]]]: ...
 
 def tables() -> str:
     """Returns the text of _tables.json, with one line per option or name."""
-    # The package's own loader is not used, because it refuses an extension module that differs from _tables.json.
+    # `_loading.load` is not used, because it refuses an extension module that differs from _tables.json.
     importlib.import_module("torch")
     core: Any = importlib.import_module(_loading.CORE)
     return _json(json.loads(core.tables())) + "\n"

@@ -79,15 +79,15 @@ _FAILURES = (
 )
 """Errors reported in one line, without a traceback; any other is a bug."""
 _FAULTS_OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
-"""`errno` of errors that no other input would avoid."""
+"""Values of `errno` for failures of the machine, which no other input would avoid."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code. Unless that is 0, a line on stderr says what is wrong.
+    """Runs the command; returns its exit code. Unless the code is 0, a line on stderr says what is wrong.
 
-    If the command line cannot be read, a second line shows its usage or where to find it. Without `argv`, the command
-    comes from the process's arguments. If a signal then stops it, the process ends by that signal, so that shells and
-    schedulers see the cause.
+    If the command line cannot be parsed, a second line shows its usage or where to find it. Without `argv`, the command
+    comes from the process's arguments; if a signal stops such a command, the process ends by the same signal, so that
+    shells and schedulers see the cause.
     """
     if argv is None:
         _start_in_utf8()
@@ -162,10 +162,10 @@ def _exit_code(error: BaseException) -> int:
 
 
 def report(error: BaseException) -> None:
-    """Prints an error as one line on standard error, and a second line if the command line cannot be read."""
+    """Prints an error as one line on standard error, and a second line if the command line cannot be parsed."""
     what = "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "error"
     message = escaped(" ".join(str(error).split()))
-    if len(message) > _LONGEST:  # it may quote a forged file
+    if len(message) > _LONGEST:  # the message may quote a forged file
         message = f"{message[: _LONGEST - 1000]} … {message[-997:]}"
     lines = [f"{PROG}: {what}" + (f": {message}" if message else "")]
     if isinstance(error, UsageError):

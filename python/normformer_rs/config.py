@@ -32,7 +32,8 @@ _RANGES: dict[str, tuple[float, float | None, str]] = {
     # With a large exponent the length's power is infinite, and every score is 0 or infinite.
     "alpha": (-10, 10, ": all scores would be 0 or infinite"),
 }
-"""The least and largest values that are checked before the extension module is loaded; it checks all other options."""
+"""The least and largest values that are checked before the extension module is loaded, and a reason for the error. The
+extension module checks all other options."""
 _C = TypeVar("_C", bound="Config")
 
 
@@ -59,12 +60,12 @@ class Field(NamedTuple):
         return _TYPES[self.kind] | None if self.optional else _TYPES[self.kind]
 
     def check(self, value: Any) -> Any:
-        """Returns the value as this option's type (an int becomes a float if needed); InputError if it has another
-        type."""
+        """Returns the value in this option's type (an int becomes a float if needed). Errors: InputError if it has
+        another type or is not allowed."""
         if value is None and self.optional:
             return None
-        if self.name in OWN and (own := _declared(self.name, value)) is not None:
-            return own
+        if self.name in OWN and (users_own := _declared(self.name, value)) is not None:
+            return users_own
         if self.kind == "float" and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if self.kind == "int" and not isinstance(value, (int, str)) and hasattr(value, "__index__"):
@@ -147,21 +148,22 @@ def readable(name: str, text: str) -> str:
 
 
 def closest(got: str, choices: Iterable[str]) -> str:
-    """Returns ` (did you mean "scalenorm"?)`: the names that the field also calls by this word, or else the closest
-    spelling; nothing if no choice is close. Case is ignored, and - equals _."""
+    """Returns a text such as ` (did you mean "scalenorm"?)`, with the choices for which `got` is a synonym in the
+    literature, or else the choice with the closest spelling; "" if no choice is close. Case is ignored, and - equals
+    _."""
     choices = list(choices)
     same = [choice for choice in choices if plain(choice) == plain(got)]
     if names := same or meant(got, choices):
         quoted = " or ".join(f'"{name}"' for name in names)
         return f" (did you mean {quoted}?)"
-    found = min(choices, key=lambda choice: _distance(plain(choice), plain(got)), default="")
-    is_close = _distance(plain(found), plain(got)) <= 1 + len(got) // 4  # the same limit as in Rust
-    return f' (did you mean "{found}"?)' if found and is_close else ""
+    nearest = min(choices, key=lambda choice: _distance(plain(choice), plain(got)), default="")
+    is_close = _distance(plain(nearest), plain(got)) <= 1 + len(got) // 4  # the same limit as in Rust
+    return f' (did you mean "{nearest}"?)' if nearest and is_close else ""
 
 
 def _distance(a: str, b: str) -> int:
     """Returns the Levenshtein distance: the number of letters to insert, remove or replace."""
-    row = list(range(len(b) + 1))
+    row = list(range(len(b) + 1))  # the distances of a's first i letters to each beginning of b; i = 0 here
     for i, letter in enumerate(a, 1):
         diagonal, row[0] = row[0], i
         for j, other in enumerate(b, 1):
@@ -170,9 +172,9 @@ def _distance(a: str, b: str) -> int:
 
 
 def unknown(what: str, got: Any, choices: Iterable[str]) -> str:
-    """Returns `unknown norm "scalnorm" (did you mean "scalenorm"?); expected one of layernorm, …`. A name of another
-    table is shown with its option: `("mix-ln" is a residual scheme: residual="mix-ln")`, or as a flag of the command
-    line."""
+    """Returns an error such as `unknown norm "scalnorm" (did you mean "scalenorm"?); expected one of layernorm, …`. If
+    the name belongs to another table, the text names its option: `("mix-ln" is a residual scheme: residual="mix-ln")`,
+    on the command line as a flag."""
     got, choices = str(got), list(choices)
     near = _of_another_table(got) or closest(got, choices)
     return f'unknown {what} "{got}"{near}; expected one of {", ".join(choices)}'
@@ -202,7 +204,7 @@ _OPTIONS_OF_TABLES = {
 
 
 def _of_another_table(got: str) -> str:
-    """Returns the note that a name belongs to another table, with its option; "" if it belongs to none."""
+    """Returns a note that the name belongs to the table of another option; "" if it belongs to no table."""
     for table, (option, kind) in _OPTIONS_OF_TABLES.items():
         if any(entry["name"] == got for entry in ENTRIES[table]):
             return f' ("{got}" is {kind}: ' + (f"--{option} {got})" if _speaks_flags else f'{option}="{got}")')
@@ -234,8 +236,8 @@ class Config:
             # The dataclass is frozen, and this is its constructor.
             object.__setattr__(self, field.name, field.check(options.get(field.name, field.default)))
 
-    # These methods are written here, because the dataclass decorator would compile them for each class, which takes 3
-    # ms of every import.
+    # These methods are written here, because the dataclass decorator would compile them for each class, which would
+    # add 3 ms to every import.
 
     def __repr__(self) -> str:
         return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in self.asdict().items())})"
@@ -267,8 +269,8 @@ class Config:
 
     @classmethod
     def from_dict(cls: type[_C], options: Mapping[str, Any], *, trust: bool = False) -> _C:
-        """Builds a configuration from a dictionary, the inverse of `asdict`; names left out get their defaults.
-        `trust`: texts file.py:Class run that file's code, which is an InputError otherwise."""
+        """Builds a configuration from a dictionary, the inverse of `asdict`; missing names get their defaults. With
+        `trust` a value file.py:Class runs that file's code; without, it is an InputError."""
         if not isinstance(options, Mapping):
             raise InputError(f"{cls.__name__} takes options by name; got {options!r}")
         refuse_code({name: value for name, value in options.items() if name in OWN}, cls.__name__, trust)
@@ -297,7 +299,7 @@ def _document(summary: str, fields: Iterable[Field]) -> str:
 _TABLES = _tables.read()
 __version__: str = _TABLES["version"]
 ENTRIES: dict[str, list[dict[str, Any]]] = _TABLES["tables"]
-"""The tables themselves, shared by the package; `tables` gives users a copy."""
+"""The tables themselves, which the package's modules share; `tables` returns a copy for users."""
 
 
 def _generate(name: str, which: str, summary: str) -> Any:
@@ -307,9 +309,9 @@ def _generate(name: str, which: str, summary: str) -> Any:
     columns = [(field.name, field.annotation, dataclasses.field(default=field.default)) for field in fields]
     namespace = {"FIELDS": fields, "__doc__": _document(summary, fields), "__module__": __name__}
     without = {"init": False, "repr": False, "eq": False}
-    made = dataclasses.make_dataclass(name, columns, bases=(Config,), namespace=namespace, frozen=True, **without)
-    made.__module__ = __name__  # for pickle: Python 3.12 and later put make_dataclass's caller here
-    return made
+    config = dataclasses.make_dataclass(name, columns, bases=(Config,), namespace=namespace, frozen=True, **without)
+    config.__module__ = __name__  # for pickle: Python 3.12 and later put make_dataclass's caller here
+    return config
 
 
 TransformerConfig = _generate("TransformerConfig", "model", "A Transformer.")
@@ -319,7 +321,7 @@ _LATER = {
     "SearchConfig": ("search", "How translations are searched."),
     "GenerationConfig": ("generation", "How a language model continues a text."),
 }
-"""Classes that are made on first access, because modules need none of them."""
+"""Classes that are made on first access, because `nn` does not need them."""
 
 
 def __getattr__(name: str) -> Any:
@@ -342,7 +344,7 @@ PARAMETRISATION = tuple(field.name for field in TransformerConfig.FIELDS if fiel
 
 
 def split(options: Mapping[str, Any], *kinds: type[Config]) -> list[dict[str, Any]]:
-    """Splits flat options into those of each class; InputError for a name that no class has."""
+    """Returns, for each class, its options from a flat mapping. Errors: InputError for a name that no class has."""
     parts = [{k: v for k, v in options.items() if k in {f.name for f in kind.FIELDS}} for kind in kinds]
     known = [field.name for kind in kinds for field in kind.FIELDS]
     for name in options:
@@ -352,11 +354,11 @@ def split(options: Mapping[str, Any], *kinds: type[Config]) -> list[dict[str, An
 
 
 def tables() -> dict[str, list[dict[str, Any]]]:
-    """Returns the norms, residual schemes and initialisations that a model may name: each a list of {name, equation,
-    source}.
+    """Returns the tables of norms, residual schemes and initialisations that a model may name: each a list of {name,
+    equation, source}.
 
-    A norm's entry also has everything that its module is made of: its class in `normformer_rs.nn`, parameters, options
-    and operator. `others` are further parts of models.
+    A norm's entry also describes its module: its class in `normformer_rs.nn`, parameters, options and operator.
+    `others` has further parts of models.
     """
     from . import _html  # its imports take 2 ms
 

@@ -105,7 +105,7 @@ def corpus(seed: int = SEED) -> Corpus:
     pairs: list[Pair] = []
     seen: set[str] = set()
     for pair in _items(draw, words):
-        # A sentence that has occurred on either side is left out, so that the parts of the split share none.
+        # A pair is left out if one of its sentences has occurred already, so that the sets share no sentence.
         if pair.english not in seen and pair.vietnamese not in seen:
             seen.update(pair)
             pairs.append(pair)
@@ -191,14 +191,14 @@ def configs(updates: int | None = None) -> tuple[TransformerConfig, TrainingConf
 
 
 def is_demo(output: Path, texts: Path) -> bool:
-    """True if `output` holds a run on the demo's text."""
+    """Returns True if `output` holds a run on the demo's text."""
     config = output / "config.json"
     if not config.exists():
         return False
     try:
         source = read_json(config, "it is no demo's")["data"]["train_source"]
         return Path(source).resolve() == (texts / "train.en").resolve()
-    except (ValueError, KeyError, TypeError):  # the config.json is another program's, or a language model's
+    except (ValueError, KeyError, TypeError):  # the config.json belongs to another program or to a language model
         return False
 
 
@@ -213,19 +213,19 @@ def run(output: str | Path, *, updates: int | None = None, progress: bool = True
     from .loop.translation import translate
 
     output = Path(output)
-    made, texts = corpus(), output.with_name(output.name + "-text")
-    again = is_demo(output, texts)
-    if not again and output.joinpath("config.json").exists():
+    demo_corpus, texts = corpus(), output.with_name(output.name + "-text")
+    overwrite = is_demo(output, texts)
+    if not overwrite and output.joinpath("config.json").exists():
         raise InputError(f"{output} already holds a run that is not the demo's: choose another output")
-    data = write_corpus(texts, made)
+    data = write_corpus(texts, demo_corpus)
     start = time.monotonic()
-    history = Trainer(*configs(updates), data).fit(output, overwrite=again, progress=progress)
+    history = Trainer(*configs(updates), data).fit(output, overwrite=overwrite, progress=progress)
     trained = time.monotonic() - start
-    found = translate(output, [pair.english for pair in made.test], SearchConfig(beam=4))
-    hypotheses = [translations[0].text for translations in found]
+    translated = translate(output, [pair.english for pair in demo_corpus.test], SearchConfig(beam=4))
+    hypotheses = [translations[0].text for translations in translated]
     seconds = time.monotonic() - start
-    scored = json.loads(_core.bleu(hypotheses, [pair.vietnamese for pair in made.test]))
-    shown = [(pair.english, hypothesis, pair.vietnamese) for pair, hypothesis in zip(made.test, hypotheses)]
+    scored = json.loads(_core.bleu(hypotheses, [pair.vietnamese for pair in demo_corpus.test]))
+    shown = [(pair.english, hypothesis, pair.vietnamese) for pair, hypothesis in zip(demo_corpus.test, hypotheses)]
     outcome = Outcome(scored["bleu"], seconds, history, shown)
     _report(outcome, trained, scored["text"], output)
     return outcome

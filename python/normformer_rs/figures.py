@@ -5,8 +5,8 @@
 PosixPath('gains.png')
 
 Every function takes the picture's `path`, and `names` of the runs; None uses their folders' names. The path's ending
-sets the format: png, svg or pdf. Each function returns the path. All raise InputError for no run, for a folder that
-holds none, if there are not as many names as runs, and if the runs lack what is drawn; and ImportError without
+sets the format: png, svg or pdf. Each function returns the path. All raise InputError for no run, for a folder without
+a run, if there are not as many names as runs, and if the runs lack the values to draw; and ImportError without
 matplotlib.
 """
 
@@ -58,7 +58,7 @@ def bleu_by_depth(
     """Draws the best BLEU of the validation set over the number of layers of both stacks (Liu et al. 2023, Fig 1), a
     line for each name; without names a line for each residual scheme and norm."""
     histories = _histories(runs, names)
-    found: dict[str, list[tuple[int, float]]] = {}
+    points_by_name: dict[str, list[tuple[int, float]]] = {}
     for number, history in enumerate(histories):
         scores = history.evaluations.bleu
         if not np.isfinite(scores).any():
@@ -66,12 +66,14 @@ def bleu_by_depth(
         model = _options(history)
         is_alone = model["architecture"] == "decoder-only"
         depth = model["decoder_layers"] + (0 if is_alone else model["encoder_layers"])
-        line = found.setdefault(names[number] if names else f"{model['residual']}, {model['norm']}", [])
-        line.append((depth, float(np.nanmax(scores))))
+        name = names[number] if names else f"{model['residual']}, {model['norm']}"
+        points_by_name.setdefault(name, []).append((depth, float(np.nanmax(scores))))
     require("matplotlib", "the picture")
-    drawn: dict[tuple[str, ...], Any] = {(name,): tuple(zip(*sorted(points))) for name, points in found.items()}
+    drawn: dict[tuple[str, ...], Any] = {
+        (name,): tuple(zip(*sorted(points))) for name, points in points_by_name.items()
+    }
     figure = drawing.lines(drawn, "BLEU by depth", "layers", "best BLEU of held-out text", markers=True)
-    figure.axes[0].set_xticks(sorted({depth for points in found.values() for depth, _ in points}))
+    figure.axes[0].set_xticks(sorted({depth for points in points_by_name.values() for depth, _ in points}))
     return drawing.save(figure, Path(path))
 
 
@@ -157,17 +159,18 @@ def readings(
     Args:
         measure: a name of `analysis.MEASURES`.
         role: q, k, v, out, fc1, gate, fc2, norm, attention or layer.
-        steps: the updates at which they were read; None for 1, 2, …
+        steps: the updates at which the readings were taken; None for 1, 2, …
 
     Returns: the path. Errors: InputError if nothing was read under these names, or if there are not as many steps.
     """
     steps = [*range(1, len(found) + 1)] if steps is None else [*steps]
     if len(steps) != len(found):
         raise InputError(f"readings needs a step for each of the {len(found)} readings; got {len(steps)}")
-    columns = [one.layers(measure, role) for one in found]
+    columns = [step_readings.layers(measure, role) for step_readings in found]
     depth = 1 + max((layer for column in columns for layer in column), default=-1)
     if not depth:
-        known = sorted({f"{one.measure} of {one.role}" for each in found for one in each if one.layer is not None})
+        of_layers = [reading for step_readings in found for reading in step_readings if reading.layer is not None]
+        known = sorted({f"{reading.measure} of {reading.role}" for reading in of_layers})
         raise InputError(f"no {measure} of {role} was read; there are {', '.join(known) or 'none'}")
     require("matplotlib", "the picture")
     values = [[column.get(layer, np.nan) for column in columns] for layer in range(depth)]
@@ -202,8 +205,8 @@ def _options(run: History) -> dict[str, Any]:
 
 
 def _logged(measure: Callable[[History], Found], lacking: str) -> Callable[[History], Found]:
-    """Returns `measure`, with an InputError if it finds nothing. `lacking`: the part of the message that says what is
-    missing."""
+    """Returns a function that calls `measure`, and raises InputError if the result is empty. `lacking` is the part of
+    the message that says what is missing."""
 
     def measured(history: History) -> Found:
         if not (found := measure(history)):

@@ -1,9 +1,9 @@
 """A residual scheme of your own, declared in Python.
 
-A scheme declares plain data for every place of a model: numbers, norms, parameters and changes by name. The training
-loop, the modules of `normformer_rs.nn`, `swap_residuals` and fairseq's models build what it declares. A run's
-config.json holds the data, so that a run loads without the class. A declaration that cannot be built is refused before
-anything is built.
+A scheme declares plain data for every sublayer of a model: numbers, norms, parameters and changes by name. The training
+loop, the modules of `normformer_rs.nn`, `swap_residuals` and fairseq's models build their connections from these data.
+A run's config.json holds the data, so that a run loads without the class. A declaration that cannot be built is refused
+before anything is built.
 """
 
 import json
@@ -31,7 +31,7 @@ _PATHS = {SELF_ATTENTION: "self_attn.", CROSS_ATTENTION: "multihead_attn.", FEED
 
 @dataclass(frozen=True)
 class Place:
-    """The place in a model for which a scheme is asked."""
+    """The place of a sublayer in a model; a scheme's methods get it, and return the declaration for this place."""
 
     config: Any = field(repr=False)
     """The model's TransformerConfig."""
@@ -204,8 +204,8 @@ _ABOUT |= {"has_biases": bool, "is_profiled": bool}
 
 
 def _same(one: Any, other: Any) -> bool:
-    """True if two values are equal. Arrays and tensors, also within lists and dictionaries, are equal if their shapes
-    and all their numbers are."""
+    """Returns True if two values are equal. Arrays and tensors, also within lists and dictionaries, are equal if their
+    shapes and all their numbers are equal."""
     if hasattr(one, "shape") or hasattr(other, "shape"):
         return getattr(one, "shape", None) == getattr(other, "shape", None) and bool((one == other).all())
     if type(one) is type(other) and isinstance(one, (list, tuple)):
@@ -216,7 +216,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class DeclaredScheme(Scheme):
-    """A scheme read from a config.json, without its class: its declaration for a model of one size."""
+    """A scheme that was read from a config.json, without its class. It has the declaration for a model of one size."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         try:
@@ -242,14 +242,17 @@ def _stack(scheme: Scheme, first: Place) -> dict[str, Any]:
     """Returns a scheme's declaration for one stack. `first`: the place of the stack's first sublayer."""
     layers = [_layer(scheme, replace(first, layer=layer)) for layer in range(first.layers)]
     stack = to_json(StackSpec, scheme.stack(first), Owner(first.d_model), f"{type(scheme).__name__}.stack()")
-    ends = [stream["norm"] for stream in stack["streams"] if stream["norm"]]
-    ends += [change["norm"] for change in stack["end"] if "norm" in change]
-    for norm in ends:
+    end_norms = [stream["norm"] for stream in stack["streams"] if stream["norm"]]
+    end_norms += [change["norm"] for change in stack["end"] if "norm" in change]
+    for norm in end_norms:
         norm["ends_stack"] = True
-    around = [s["around"] for one in layers for s in one["sublayers"]]
-    norms = [c["norm"] for one in around for key in _LISTS for c in one[key] if "norm" in c]
-    for norm in (norms + (stack["combine"] or {"norms": []})["norms"] + ends)[-1:]:
-        norm["last"] = True
+    connections = [sublayer["around"] for layer in layers for sublayer in layer["sublayers"]]
+    changes = [change for connection in connections for key in _LISTS for change in connection[key]]
+    layer_norms = [change["norm"] for change in changes if "norm" in change]
+    combining_norms = stack["combine"]["norms"] if stack["combine"] else []
+    all_norms = layer_norms + combining_norms + end_norms
+    if all_norms:
+        all_norms[-1]["last"] = True  # the norm that runs last in the stack
     return {"layers": layers, "stack": stack}
 
 

@@ -18,11 +18,11 @@ from .text import check_lines
 
 RESAMPLES = 1000
 SEED = "SACREBLEU_SEED"
-"""The environment variable with the seed of the resamples, as in sacreBLEU: 12345 by default; "none" for another
-seed each time."""
+"""The environment variable with the seed of the resamples, as in sacreBLEU: 12345 by default; "none" for a random
+seed."""
 _ROUNDING = 1e-9
 """Two differences of BLEU count as equal if they are closer than this share of BLEU's range, 100. One more match
-changes BLEU by at least 1e-7 of it."""
+changes BLEU by at least 1e-7 of the range."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +124,8 @@ def _split_compounds(lines: Sequence[str]) -> list[str]:
 
 
 class Counts(NamedTuple):
-    """The counts of each line from which BLEU is computed, and the way in which they were counted. They suffice for
-    BLEU and p without the text."""
+    """The counts of each line from which BLEU is computed, and the way in which they were counted. BLEU and p can be
+    computed from them without the text."""
 
     lines: list[list[int]]
     """For each line the numbers of words in the hypothesis and in the reference, of common n-grams of length 1 to 4,
@@ -165,13 +165,14 @@ def _compare(metric: Any, hypotheses: Sequence[str], baseline: Sequence[str], re
 
 def _compare_counts(metric: Any, own: NDArray[Any], baseline: NDArray[Any], rows: NDArray[np.int64]) -> Comparison:
     """Compares two systems from the counts of their lines. `rows`: the lines of each resample."""
-    ours, theirs = (_resampled(metric, statistics, rows) for statistics in (own, baseline))
-    every = np.arange(len(own))[None]
-    bleu, other = (_resampled(metric, statistics, every)[0] for statistics in (own, baseline))
+    own_resampled, baseline_resampled = (_resampled(metric, statistics, rows) for statistics in (own, baseline))
+    all_lines = np.arange(len(own))[None]
+    own_bleu, baseline_bleu = (_resampled(metric, statistics, all_lines)[0] for statistics in (own, baseline))
     resamples = len(rows)
-    differences = ours - theirs
-    is_as_large = np.abs(differences - differences.mean()) >= abs(bleu - other) - 100 * _ROUNDING
-    return Comparison(float(bleu), float(other), (1 + int(is_as_large.sum())) / (1 + resamples), resamples)
+    differences = own_resampled - baseline_resampled
+    is_as_large = np.abs(differences - differences.mean()) >= abs(own_bleu - baseline_bleu) - 100 * _ROUNDING
+    p_value = (1 + int(is_as_large.sum())) / (1 + resamples)
+    return Comparison(float(own_bleu), float(baseline_bleu), p_value, resamples)
 
 
 def resampling_seed() -> str:

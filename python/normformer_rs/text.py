@@ -42,8 +42,8 @@ _PACKED = (
     *(("a tar", 257, b"ustar\0", "tar -xOf"), ("a tar", 257, b"ustar  \0", "tar -xOf")),
     ("a gzip", 0, b"\x1f\x8b", "gzip -dc"),
 )
-"""Packed files, as in src/data/text.rs: the bytes that identify them, their place, and a command that unpacks one.
-The last one is found if gzip was applied twice."""
+"""Formats of packed files, as in src/data/text.rs: the name, the offset and value of the bytes that identify the
+format, and a command that unpacks it. The last entry is found if gzip was applied twice."""
 RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 """The endings of the names of files that hold records."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -144,7 +144,8 @@ def read_small(path: str | PathLike[str], *, pipe: bool = False) -> str:
     """Returns the text of a file of options.
 
     Args:
-        pipe: allow a pipe or a device, for a path that the user has given, but not for a file in a run's folder.
+        pipe: True to allow a pipe or a device, for a path that the user has given. Files in a run's folder must be
+            regular.
 
     Errors: FileNotFoundError; InputError for another kind of file, more than 4 MiB, and invalid UTF-8.
     """
@@ -230,8 +231,8 @@ def check_writable(path: str) -> None:
 
 
 def _is_open(stream: Any, refused: int) -> bool:
-    """True if the stream has an open file whose mode is not `refused`. If a file was closed when Python started, its
-    stream is None."""
+    """Returns True if the stream has an open file whose mode is not `refused`. If a file was closed when Python
+    started, its stream is None."""
     if stream is None or stream.closed:
         return False
     try:
@@ -243,14 +244,15 @@ def _is_open(stream: Any, refused: int) -> bool:
 
 
 def hold_standard_files() -> None:
-    """Opens /dev/null as standard input, output or error if that is closed, so that no file of a run gets its number.
+    """Opens /dev/null as standard input, output or error if one of them is closed, so that no file of a run gets its
+    descriptor.
 
     Otherwise libtorch's messages would go into that file. `sys.stdin` and `sys.stdout` stay None, which the checks use.
     """
-    held = os.open(os.devnull, os.O_RDWR)
-    while held <= 2:
-        held = os.open(os.devnull, os.O_RDWR)
-    os.close(held)
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
     if sys.stderr is None:
         sys.stderr = os.fdopen(2, "w", closefd=False)  # otherwise print() would write to standard output
 
@@ -283,18 +285,18 @@ def write_lines(path: str, lines: Iterable[str]) -> None:
 
 
 def write_whole(target: Path, data: bytes) -> None:
-    """Writes a file of these bytes to `target`: on failure its old content stays. A link there is replaced, not
-    followed."""
-    # The extension module names unfinished files in this way, too, with the process's id. A run deletes them from its
-    # folder if no process has that id any more. Here the thread's id keeps two threads from using the same name.
-    beside = target.with_name(f".{target.name}.tmp-{threading.get_native_id()}")
-    beside.unlink(missing_ok=True)
+    """Writes the bytes to the file `target`; on failure its old content stays. If `target` is a link, the link is
+    replaced, not the file that it points to."""
+    # The extension module names unfinished files in the same way, with the process's id. A run deletes such files from
+    # its folder if no process has that id any more. Here the thread's id keeps two threads from using the same name.
+    unfinished = target.with_name(f".{target.name}.tmp-{threading.get_native_id()}")
+    unfinished.unlink(missing_ok=True)
     try:
-        with beside.open("xb") as file:
+        with unfinished.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, target)
+        os.replace(unfinished, target)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
         raise

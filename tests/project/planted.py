@@ -121,8 +121,8 @@ PLANTED = [
     Planted(
         "What cannot end well is said",
         "loop/advice.py",
-        'last < how["warmup"]',
-        'last < how["warmup"] // 2',
+        "last < warmup",
+        "last < warmup // 2",
         ("cli/test_beforehand.py::test_a_warm_up_that_never_ends_is_said",),
     ),
     Planted(

@@ -111,7 +111,7 @@ def cut(row: dict[str, str]) -> None:
 def forge(row: dict[str, str], **changed) -> None:
     """Changes both files and all digests, so that they agree."""
     found = kept.read(Path(FOLDER), row["kept"])
-    told = {name: value for name, value in {**found.told, **changed}.items() if value is not None}
+    told = {name: value for name, value in {**found.content, **changed}.items() if value is not None}
     row["kept"] = kept.write(Path(FOLDER), kept.Kept(told, changed.get("translations") or found.translations))
 
 

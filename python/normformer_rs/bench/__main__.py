@@ -19,13 +19,15 @@ def main() -> None:
         "gpu", help="kernels, training and correctness on a GPU", description=gpu.__doc__, epilog=listed,
         formatter_class=raw,
     )  # fmt: skip
-    command.add_argument("--output", type=Path, default=Path("bench-gpu"), help="gets gpu.csv, gpu.png and logs")
+    command.add_argument("--output", type=Path, default=Path("bench-gpu"), help="folder for gpu.csv, gpu.png and logs")
     command.add_argument("--tests", type=Path, default=Path("tests"), help="the project's tests")
     command.add_argument("--device", default="cuda", help="cpu: small sizes, to see that this program works")
-    command.add_argument("--megabytes", type=int, default=512, help="of each buffer")
-    command.add_argument("--updates", type=int, default=120, help="of each training run")
+    command.add_argument("--megabytes", type=int, default=512, help="size of each buffer, in MiB")
+    command.add_argument("--updates", type=int, default=120, help="updates of each training run")
     command.add_argument("--only", type=sections, default=list(gpu.SECTIONS), metavar="SECTION[,SECTION]")
-    command.add_argument("--limit", type=float, metavar="SECONDS", help="for a section, in place of its own")
+    command.add_argument(
+        "--limit", type=float, metavar="SECONDS", help="time limit of each section, in place of its own"
+    )
     command.add_argument("--here", action="store_true", help="in this process, without limits")
     arguments = vars(parser.parse_args())
     only, limit, here = (arguments.pop(name) for name in ("only", "limit", "here"))

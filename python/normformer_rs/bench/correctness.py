@@ -25,6 +25,7 @@ FEW = 280
 """The number of sentences. It is small, so that an epoch has few batches, and most of the ten updates are replayed from
 CUDA graphs."""
 ALLOWED: dict[Precision, float] = {"f32": 1e-4, "bf16": 3e-2}
+"""The largest allowed difference of a training loss, in nats per token."""
 
 
 def losses(figures: Figures, device: str) -> None:
@@ -66,20 +67,21 @@ def sanitized(figures: Figures, folder: Path, device: str, tool: str) -> None:
         if sanitizer is None:
             raise FileNotFoundError("compute-sanitizer is not on PATH")
         # API errors are not reported, because torch makes some driver calls that it expects to fail.
-        before = [sanitizer, "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
+        prefix = [sanitizer, "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
         chosen = ["-k", "either_kind or from_one_side or late_rows or relu or cross_entropy or test_adam"]
         log = figures.folder / f"{tool}.log"
-        status = pytest(folder / SUITES[0], device, log, before, chosen, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        status = pytest(folder / SUITES[0], device, log, prefix, chosen, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         if "Device not supported" in log.read_text():
             raise RuntimeError("Device not supported")
-        said = {0: "clean", 9: f"errors: see {log.name}"}
-        figures.add(tool, "compute-sanitizer", said.get(status, f"exit {status}: see {log.name}"), "")
+        outcomes = {0: "clean", 9: f"errors: see {log.name}"}
+        figures.add(tool, "compute-sanitizer", outcomes.get(status, f"exit {status}: see {log.name}"), "")
 
 
 def pytest(
     tests: Path, device: str, log: Path, before: Sequence[str] = (), chosen: Sequence[str] = (), **environment: str
 ) -> int:
-    """Runs tests on a device and returns pytest's exit status. Their output is written to the log while they run."""
+    """Runs tests on a device and returns pytest's exit status. Their output is written to the log while they run.
+    `before` are words before the command, such as a tool that runs it; `chosen` are options of pytest."""
     if not tests.exists():
         raise FileNotFoundError(f"{tests} is not there: it is among the project's tests")
     environment = {"NORMFORMER_RS_TEST_DEVICE": device, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environment}

@@ -46,8 +46,9 @@ class Figures:
         met = ""
         if bar is not None and not isinstance(value, str):
             met = "yes" if (value <= bar if most else value >= bar) else "no"
-        least = "" if bar is None else f"{bar:g}"
-        row = {"section": section, "what": what, "value": shown, "unit": unit, "bar": least, "met": met} | self.common
+        shown_bar = "" if bar is None else f"{bar:g}"
+        row = {"section": section, "what": what, "value": shown, "unit": unit, "bar": shown_bar, "met": met}
+        row |= self.common
         self._write({(row["section"], row["what"]): row for row in [*self.rows(), row]})
         print(line(row), flush=True)
 
@@ -94,5 +95,5 @@ class Figures:
 
 def line(row: Row) -> str:
     """Formats a row for a terminal."""
-    held = f"  (bar {row['bar']}: {row['met']})" if row["met"] else ""
-    return f"{row['section']:10} {row['what']:48} {row['value']:>10} {row['unit']}{held}"
+    verdict = f"  (bar {row['bar']}: {row['met']})" if row["met"] else ""
+    return f"{row['section']:10} {row['what']:48} {row['value']:>10} {row['unit']}{verdict}"

@@ -1,14 +1,14 @@
 """Correctness, bandwidth and training speed on one CUDA device, with no Rust, no compiler and no network needed there.
 
-Each section runs in its own process with a time limit. Its figures go to gpu.csv as they come (one row per figure, with
-its bound), and its output to gpu.log. Several calls with one folder add up: a figure that comes again replaces the
-earlier one. If a machine lacks something, the row reads "unmeasured", with the reason.
+Each section runs in its own process with a time limit. It writes each figure to gpu.csv as soon as it is measured (one
+row per figure, with its bound), and its output to gpu.log. Several calls may share a folder: a figure that is measured
+again replaces the earlier one. If a machine lacks something, the row reads "unmeasured", with the reason.
 
 Bandwidths count the data that must move (forward: read x, write y; backward: read dy and x, write dx) and are shares of
 the best rate of device-to-device copies of the same buffers, which are larger than any cache. Times are medians.
 
-Compiled kernels are kept in the folder that NORMFORMER_RS_CACHE names, or ~/.cache: a later call that finds it compiles
-none.
+Compiled kernels are stored in the folder that NORMFORMER_RS_CACHE names, or in ~/.cache. A later call with the same
+folder compiles none.
 """
 
 import dataclasses
@@ -80,8 +80,8 @@ def measure(options: Options, sections: Sequence[str], limit: float | None = Non
         )
     figures = Figures(options.output, options.device)
     for section in sections:
-        if wrong := apart(section, options, limit or SECTIONS[section].limit):
-            figures.add(section, "whole section", f"unmeasured: {wrong}", "")
+        if failure := apart(section, options, limit or SECTIONS[section].limit):
+            figures.add(section, "whole section", f"unmeasured: {failure}", "")
         for row in figures.rows(section):
             print(line(row), flush=True)
         if section in ("training", "reference", "compiled"):

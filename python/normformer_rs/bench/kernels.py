@@ -92,8 +92,8 @@ def compiled_layer_norm(x: Tensor) -> Norm:
 
 
 def shares(figures: Figures, section: str, name: str, x: Tensor, norms: Iterable[Norm]) -> None:
-    """Measures the bandwidth of the norms as shares of the best copy rate. Copies are measured between the norms; the
-    best of them shows what the device can do."""
+    """Measures the bandwidth of the norms as shares of the best copy rate. A copy is measured before each norm; the
+    best of these copies shows what the device can do."""
     device, target, copies = str(x.device), torch.empty_like(x), list[float]()
     rates = dict[str, tuple[float, float]]()
     for norm, call, inputs in norms:
@@ -145,15 +145,15 @@ def residual(x: Tensor, p: float, device: str) -> float:
     x, f = (t.detach().requires_grad_() for t in (x, torch.randn_like(x)))
     weight, bias = (torch.ones(x.shape[-1], device=x.device, dtype=x.dtype).requires_grad_() for _ in range(2))
     seed, inputs = torch.tensor([1, 2, 3], device=x.device), (x, f, weight, bias)
-    backs = (torch.randn_like(x), torch.randn_like(x))
+    gradients = (torch.randn_like(x), torch.randn_like(x))
 
     def unfused() -> None:
         x_plus = x + F.dropout(f, p)
-        torch.autograd.grad((x_plus, F.layer_norm(x_plus, x.shape[-1:], weight, bias)), inputs, backs)
+        torch.autograd.grad((x_plus, F.layer_norm(x_plus, x.shape[-1:], weight, bias)), inputs, gradients)
 
     def fused() -> None:
         x_plus, y, _ = OPS.layer_norm_residual(x, f, None, None, weight, bias, EPS, p, seed, 0)
-        torch.autograd.grad((x_plus, y), inputs, backs)
+        torch.autograd.grad((x_plus, y), inputs, gradients)
 
     return seconds(unfused, device) / seconds(fused, device)
 

@@ -108,8 +108,8 @@ def ours(figures: Figures, device: str, updates: int) -> None:
     for name, cuda_graphs in ((OURS, True), (UNRECORDED, False)):
         with figures.attempt("training", name):
             made = history(shape, device, updates, "bf16", count, cuda_graphs)
-            # The first batch of a shape runs as it is, and the second is recorded as a graph. Every epoch (28 batches)
-            # has the same shapes, so from the third epoch on all batches are replayed.
+            # The first batch of a shape runs without a graph, and the second is recorded as a graph. Every epoch (28
+            # batches) has the same shapes, so from the third epoch on all batches are replayed.
             if figures.on_cuda and (updates < WINDOW or made.epoch[-WINDOW] < 3):
                 raise ValueError(f"{updates} updates are too few: the latest {WINDOW} must be of the third epoch on")
             figures.add("training", name, float(made.tokens_per_second[-1]), RATE)
@@ -206,7 +206,7 @@ def torch_rate(device: str, updates: int, mode: str | None) -> float:
     # all other measurements together.
     step = torch.compile(model, mode=mode, dynamic=True) if mode else model
     data = batches(device, count)
-    # The first call with a shape may compile, and the second may be recorded as a graph. So the clock starts after
+    # The first call with a shape may compile, and the second may be recorded as a graph. So the time is measured after
     # three calls with each shape.
     warm_up = 3 * list({tuple(batch[0].shape): batch for batch in data}.values())
     tokens, start = 0, 0.0

@@ -16,6 +16,7 @@ from .options import RUN_CONFIG
 
 CHECKPOINTS, CHECKSUMS = "checkpoints", "checksums.txt"
 _LINKS = ("best", "last")
+"""Names that stand for one of a run's checkpoints; the extension module resolves them."""
 
 
 def check_run(folder: str | PathLike[str]) -> None:
@@ -32,13 +33,13 @@ def check_model(folder: str | PathLike[str], checkpoint: str = "best") -> None:
     if len(Path(checkpoint).parts) > 1 or os.path.exists(checkpoint):
         return  # a path to a checkpoint, which the extension module checks
     checkpoints = Path(folder, CHECKPOINTS)
-    there = sorted(path.name for path in checkpoints.iterdir()) if checkpoints.is_dir() else []
-    if checkpoint in there or (checkpoint in _LINKS and there):
+    names = sorted(path.name for path in checkpoints.iterdir()) if checkpoints.is_dir() else []
+    if checkpoint in names or (checkpoint in _LINKS and names):
         return
     number = checkpoint.removeprefix("update-")
-    if number.isdecimal() and any(name.startswith(f"update-{int(number):08}") for name in there):
+    if number.isdecimal() and any(name.startswith(f"update-{int(number):08}") for name in names):
         return
-    raise InputError(f'there is no checkpoint "{checkpoint}"; {checkpoints} has {", ".join(there) or "no checkpoint"}')
+    raise InputError(f'there is no checkpoint "{checkpoint}"; {checkpoints} has {", ".join(names) or "no checkpoint"}')
 
 
 def check_average(folder: str | PathLike[str], last: int | None, updates: Sequence[int] | None) -> None:
@@ -58,7 +59,7 @@ def check_output(output: str, resume: bool, from_checkpoint: str | None, overwri
     holds_run = Path(output, RUN_CONFIG).exists()
     if resume and not holds_run:
         raise InputError(f"{output} holds no run to resume: leave out --resume to start one")
-    # A folder with config.json but without checksums.txt may be another program's. The extension module checks that.
+    # A folder with config.json but without checksums.txt may belong to another program. The extension module checks it.
     if holds_run and Path(output, CHECKSUMS).exists() and not (resume or overwrite):
         raise InputError(
             f"{output} already holds a run: --resume continues it, --overwrite starts anew, or choose another output"

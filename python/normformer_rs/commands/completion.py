@@ -25,7 +25,7 @@ class PrintCompletion(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         text.check_writable(text.STANDARD)
         shtab = require("shtab", "completion")
-        for command in _of(parser):
+        for command in _command_parsers(parser):
             command.add_options()
             for action in command._actions:
                 if action.metavar in _FILES:
@@ -45,7 +45,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print-completion", metavar="SHELL", choices=SHELLS, action=PrintCompletion, help=help_)
 
 
-def _of(root: argparse.ArgumentParser) -> list[Parser]:
+def _command_parsers(root: argparse.ArgumentParser) -> list[Parser]:
     """Returns the parser of each command, such as train or translate, from the root parser."""
     return [
         parser

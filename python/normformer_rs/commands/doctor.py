@@ -13,7 +13,7 @@ def parser() -> Command:
     def add(parser: argparse.ArgumentParser) -> None:
         pass
 
-    return "Look at torch, cores, devices and kernels of this machine, and say what to do.", _doctor, add
+    return "Check torch, cores, devices and kernels of this machine, and suggest fixes.", _doctor, add
 
 
 def _doctor(args: argparse.Namespace) -> None:
@@ -39,6 +39,7 @@ def _cores() -> list[str]:
 
 
 def _processor() -> Iterator[str]:
+    """Yields advice about the processor and torch's threads."""
     import torch
 
     from .. import _core
@@ -51,6 +52,7 @@ def _processor() -> Iterator[str]:
 
 
 def _devices() -> Iterator[tuple[str, list[str]]]:
+    """Yields a line about each CUDA device, and advice if its kernels cannot run."""
     import torch
 
     from .. import _core
@@ -76,18 +78,18 @@ def _kernels() -> Iterator[tuple[str, list[str]]]:
     kernels, and advice for each wrong one."""
     from .. import _core
 
-    found: dict[str, dict[str, list[str]]] = {}
+    verdicts_by_device: dict[str, dict[str, list[str]]] = {}
     damaged = 0
     for line in _core.cuda_verdicts():
         match [text.escaped(part) for part in line.split("\t")]:
             case [device, program, options, kernel, ("right" | "wrong") as verdict]:
-                kernels = found.setdefault(device, {"right": [], "wrong": []})
+                kernels = verdicts_by_device.setdefault(device, {"right": [], "wrong": []})
                 kernels[verdict].append(f"{program} {options} {kernel}")
             case _:
                 damaged += 1
     if damaged:
         yield f"kernels: {damaged} of the kept verdicts' lines are damaged or incomplete, and left out", []
-    for device, verdicts in found.items():
+    for device, verdicts in verdicts_by_device.items():
         right, wrong = verdicts["right"], verdicts["wrong"]
         yield (
             f"kernels on {device}: {len(right)} proven right, {len(wrong)} wrong",

@@ -28,9 +28,9 @@ def parser() -> Command:
         perplexity = parser.add_argument_group("perplexity of a model, given --source, on --reference")
         add_model(perplexity, required=False)
         perplexity.add_argument("--source", metavar="FILE", help="Source text; none for a language model.")
-        window = "Of a language model: slide a window of so many tokens over the text. Default: segment_length."
+        window = "For a language model: slide a window of N tokens over the text. Default: segment_length."
         perplexity.add_argument("--window", metavar="N", type=int, help=window)
-        stride = "By how many tokens the window moves on; each is scored once. Default: half the window."
+        stride = "Tokens by which the window moves; each token is scored once. Default: half the window."
         perplexity.add_argument("--stride", metavar="N", type=int, help=stride)
 
     return "Score translations, or a model's perplexity.", _run, add

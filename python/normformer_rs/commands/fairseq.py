@@ -21,7 +21,7 @@ from .options import HELP, UsageError
 def parser() -> Command:
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("command", metavar="COMMAND", help=f"One of {', '.join(COMMANDS)}.")
-        rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="As for fairseq-COMMAND.")
+        rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="The arguments of fairseq-COMMAND.")
         rest.required = False
 
     return "fairseq's commands with this package's architectures, schedules and criterion.", _run, add
@@ -84,7 +84,7 @@ def check(command: str, arguments: Sequence[str]) -> None:
         return any(argument == option or argument.startswith(joined) for argument in arguments)
 
     missing = [group[0] for group in known.needs if not any(map(is_given, group))]
-    # fairseq itself answers --help, and checks all else. A command without any argument is an error here.
+    # fairseq itself handles --help and checks all other options. A command without any argument is an error here.
     if HELP.intersection(arguments) or (arguments and not missing):
         return
     what = ", ".join(missing) if missing else "arguments"

@@ -17,13 +17,16 @@ def parser() -> Command:
     def add(parser: argparse.ArgumentParser) -> None:
         add_model(parser, required=True)
         prompts = parser.add_mutually_exclusive_group()
-        several = "The beginning of a text; several: a text of each. A newline in it ends a sentence."
-        prompts.add_argument("--prompt", metavar="TEXT", action="append", help=several)
+        repeated = "The beginning of a text; may be repeated, one text for each. A newline in it ends a sentence."
+        prompts.add_argument("--prompt", metavar="TEXT", action="append", help=repeated)
         prompts.add_argument(
             "--input", metavar="FILE", default=text.STANDARD, help="Prompts, one a line; -: standard input."
         )
         parser.add_argument(
-            "--output", metavar="FILE", default=text.STANDARD, help="Texts; -: standard output, as they come."
+            "--output",
+            metavar="FILE",
+            default=text.STANDARD,
+            help="Texts. Default: - (standard output), while they are generated.",
         )
         parser.add_argument(
             "--max-tokens", metavar="N", type=int, default=8192, help="Tokens of the windows in a batch."
@@ -47,20 +50,20 @@ def _run(args: argparse.Namespace) -> None:
     options |= {"on_text": live if args.output == text.STANDARD else None, "max_tokens": args.max_tokens}
     start = time.monotonic()
     try:
-        found = generate(args.model, prompts, generation, **options)
+        generated = generate(args.model, prompts, generation, **options)
     finally:
         live.close()
     if args.output != text.STANDARD:
-        wholes = (prompt + made.text for prompt, texts in zip(prompts, found) for made in texts)
-        text.write_lines(args.output, (whole + "\n" * (generation.sentences != 1) for whole in wholes))
-    tokens = sum(made.tokens for texts in found for made in texts)
+        whole_texts = (prompt + sample.text for prompt, samples in zip(prompts, generated) for sample in samples)
+        text.write_lines(args.output, (whole + "\n" * (generation.sentences != 1) for whole in whole_texts))
+    tokens = sum(sample.tokens for samples in generated for sample in samples)
     write(f"generated {tokens:,} tokens in {duration(time.monotonic() - start)}")
 
 
 class Live:
     """Shows texts on standard output in the prompts' order: the first unfinished text as it grows, the others later.
 
-    `between` follows each text's last line.
+    `between` is written after each text's last line.
     """
 
     def __init__(self, prompts: Sequence[str], samples: int, between: str) -> None:
@@ -69,6 +72,7 @@ class Live:
         self._is_over = [False] * len(self._waiting)
         self._samples, self._between = samples, between
         self._turn = 0
+        """The index of the first unfinished text, which is shown while it grows."""
         self._is_open = False
         """True if the last shown line has not ended yet."""
 

@@ -68,7 +68,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises UsageError, and reports an unknown option, with the closest one, before anything else.
+    """A parser that raises UsageError, and reports an unknown option before any other error, with the closest option.
 
     `add` is a function that adds the parser's options. It is called when they are first needed, so that no command
     waits for the options of another one.
@@ -103,27 +103,28 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.add_options()
         args = sys.argv[1:] if args is None else list(args)
-        # Only words before `rest` are this parser's options: those before "--", or before the name of a command.
-        rest = next((i for i, word in enumerate(args) if word == "--"), len(args))
+        # Only the words before "--", or before the name of a command, are this parser's options.
+        end = next((i for i, word in enumerate(args) if word == "--"), len(args))
         if self._takes_command:
-            rest = next((i for i, word in enumerate(args) if not word.startswith("-")), len(args))
-        same = fairseq_words.SAME.get(self.prog.rpartition(" ")[2], {})
-        for i, word in enumerate(args[:rest]):
+            end = next((i for i, word in enumerate(args) if not word.startswith("-")), len(args))
+        aliases = fairseq_words.SAME.get(self.prog.rpartition(" ")[2], {})
+        for i, word in enumerate(args[:end]):
             name, equals, value = word.partition("=")
             if name.startswith("--"):
                 name = name.replace("_", "-")
-            args[i] = same.get(name, name) + equals + value
+            args[i] = aliases.get(name, name) + equals + value
             if not HELP.intersection(args):
                 self._check_flag(args[i].partition("=")[0])
         return super().parse_known_args(args, namespace)
 
     def _check_flag(self, name: str) -> None:
+        """Raises UsageError if a word looks like an option but is none of this parser's."""
         if _FLAG.fullmatch(name) and name not in self._option_string_actions:
             long = [flag for flag in self._option_string_actions if flag.startswith("--")]
             self.error(fairseq_words.answer(name, long) or f'unknown option "{name}"{closest(name, long)}')
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse itself would print help to standard error if standard output is closed, and would ignore a full disk
+        # argparse itself would print help to standard error if standard output is closed, and would ignore a full disk.
         check_writable(STANDARD)
         (file or sys.stderr).write(message)
 
@@ -194,9 +195,9 @@ def given(args: argparse.Namespace, *kinds: type[Config]) -> dict[str, Any]:
         if hasattr(args, field.name):
             value = getattr(args, field.name)
             options[field.name] = parse(field, value) if isinstance(value, str) else value
-    ways = [flag(name) for name in options if name in EXCLUSIVE and options[name]]
-    if len(ways) > 1:
-        raise InputError(f"{' and '.join(ways)} exclude each other; give one of them")
+    exclusive = [flag(name) for name in options if name in EXCLUSIVE and options[name]]
+    if len(exclusive) > 1:
+        raise InputError(f"{' and '.join(exclusive)} exclude each other; give one of them")
     return options
 
 
@@ -213,8 +214,8 @@ def parse(field: Field, text: str) -> Any:
 
 
 def read_toml(path: str | Path, known: Iterable[str], trust: bool = False) -> dict[str, Any]:
-    """Returns the options in a TOML file. They may stand at the top level or in the tables [model], [training] and
-    [data], and their names may be written with - or _.
+    """Returns the options in a TOML file. They may be at the top level or in the tables [model], [training] and [data],
+    and their names may be written with - or _.
 
     Errors: InputError for a missing file, wrong syntax, an unknown name, a name that is given twice and a wrong value;
     without `trust` also for a value that names code, file.py:Class.
@@ -233,8 +234,8 @@ def read_toml(path: str | Path, known: Iterable[str], trust: bool = False) -> di
 def read_run(
     output: str | Path, known: Iterable[str], from_checkpoint: str | None = None, trust: bool = False
 ) -> dict[str, Any]:
-    """Returns the options that a run's checkpoint was trained with, by default the newest one: they may differ from
-    those at the run's start, if it was resumed with other options. Returns {} if `output` holds no run.
+    """Returns the options that a run's checkpoint was trained with, by default those of the newest checkpoint. They
+    differ from the options at the run's start if it was resumed with others. Returns {} if `output` holds no run.
 
     Errors: InputError if the run's files are damaged; without `trust` also for a value that names code.
     """

@@ -19,10 +19,10 @@ def parser() -> Command:
         parser.add_argument("--limit", metavar="N", type=int, help="Stop after so many records.")
         hub = parser.add_argument_group("data sets of the hub")
         hub.add_argument("--split", metavar="NAME", default="train", help="The part that is read. Default: train.")
-        hub.add_argument("--subset", metavar="NAME", help="The configuration, where there are several, such as de-en.")
+        hub.add_argument("--subset", metavar="NAME", help="The configuration, if there are several, such as de-en.")
         hub.add_argument("--streaming", action="store_true", help="Read while downloading, and keep no copy.")
 
-    return "Make text of files of records (.jsonl, .csv, .parquet) and of data sets of the hub.", _run, add
+    return "Extract text from files of records (.jsonl, .csv, .parquet) and from data sets of the hub.", _run, add
 
 
 def _run(args: argparse.Namespace) -> None:

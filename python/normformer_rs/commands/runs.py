@@ -31,9 +31,11 @@ def _average(args: argparse.Namespace) -> None:
 def plot_parser() -> Command:
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("runs", metavar="RUN", nargs="+", help="The --output of training; several are overlaid.")
-        where = "The picture, by its ending png, svg or pdf. Default: curves.png, of one run in its folder, else here."
+        where = (
+            "The picture: .png, .svg or .pdf. Default: curves.png, in the run's folder if there is one run, else here."
+        )
         parser.add_argument("--output", metavar="FILE", help=where)
-        parser.add_argument("--names", metavar="NAME", nargs="+", help="Of the runs. Default: their folders.")
+        parser.add_argument("--names", metavar="NAME", nargs="+", help="Names of the runs. Default: their folders.")
 
     return "Draw loss, BLEU or perplexity, gradient norm and learning rate of runs.", _plot, add
 
@@ -51,7 +53,9 @@ def convert_parser() -> Command:
         parser.add_argument("--from", dest="origin", metavar="PATH", required=True, help="A .pt, or a run's --output.")
         parser.add_argument("--to", metavar="PATH", required=True, help="A new --output folder, or a new .pt.")
         parser.add_argument("--data", metavar="DIR", help="fairseq's binarised folder, for its dictionary.")
-        parser.add_argument("--checkpoint", metavar="NAME", default="best", help="Of --from, if that is a folder.")
+        parser.add_argument(
+            "--checkpoint", metavar="NAME", default="best", help="The checkpoint of a run. Default: best."
+        )
         parser.add_argument(
             "--trust",
             action="store_true",

@@ -35,10 +35,11 @@ def parser() -> Command:
         names = ["common", *dict.fromkeys(field.group for field in fields.values())]
         groups = {name: parser.add_argument_group(name) for name in names}
         common, run = groups["common"], groups["run"]
-        said: dict[str, Any] = {"default": argparse.SUPPRESS}  # like the configs' flags, these are absent unless given
+        # Like the configs' flags, these are absent from the parsed arguments unless they are given.
+        absent: dict[str, Any] = {"default": argparse.SUPPRESS}
         folder = "Folder of the run: checkpoints, vocabulary, log, curves."
-        common.add_argument("--output", metavar="DIR", help=folder, **said)
-        common.add_argument("--preset", metavar="NAME", help=f"Options to start from: {', '.join(PRESETS)}.", **said)
+        common.add_argument("--output", metavar="DIR", help=folder, **absent)
+        common.add_argument("--preset", metavar="NAME", help=f"Options to start from: {', '.join(PRESETS)}.", **absent)
         file = "TOML file of options. Flags override it, and it overrides the preset."
         common.add_argument("--config", metavar="FILE.toml", help=file)
         trust = "Run code that --config's file or the resumed run names as file.py:Class."
@@ -87,7 +88,7 @@ def _run(args: argparse.Namespace) -> None:
     trainer.chosen = plan.chosen
     if args.memory is not None:
         os.environ.setdefault("NORMFORMER_RS_ALLOCATOR", "return")
-        keep_memory()  # with `return` above, it gives freed memory back at once; the dry run's, too
+        keep_memory()  # because of `return` above, this makes the process return freed memory at once
         trainer = trainer.within(in_bytes(args.memory))
     if args.dry_run or plan.output is None:
         needs = trainer.dry_run()
@@ -98,9 +99,9 @@ def _run(args: argparse.Namespace) -> None:
             print(f"left out:   {needs.skipped:,} of {needs.skipped + needs.sentences:,} sentences, as too long")
         print(f"memory to train: about {size(needs.training_bytes)}")
         return
-    how = {"resume": args.resume, "from_checkpoint": args.from_checkpoint, "overwrite": args.overwrite}
-    how["init_from"] = args.init_from
-    history = trainer.fit(plan.output, **how, progress=not args.no_progress)
+    start = {"resume": args.resume, "from_checkpoint": args.from_checkpoint, "overwrite": args.overwrite}
+    start["init_from"] = args.init_from
+    history = trainer.fit(plan.output, **start, progress=not args.no_progress)
     if not _is_first():
         return
     write(f"trained {len(history.update):,} updates in {duration(history.seconds[-1] if len(history.seconds) else 0)}")
@@ -123,7 +124,7 @@ def _is_first() -> bool:
 def plan_of(args: argparse.Namespace) -> Plan:
     """Returns the options of a command line: flags override --config's file, which overrides the preset.
 
-    With --resume the options of the run itself come between preset and file.
+    With --resume the options of the run override the preset, and the file overrides them.
     Errors: InputError for wrong options, and for a folder that cannot be the output.
     """
     kinds = (TransformerConfig, TrainingConfig, DataConfig)
@@ -133,7 +134,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     output = flags.get("output", file.get("output"))
     if not isinstance(output, str | None) or output == "":
         raise InputError(f"output must be a folder's path; got {output!r}")
-    # Only the first process checks the folder. It may have begun the run already when another process gets here.
+    # Only the first process checks the folder, because it may have begun the run when another process gets here.
     if output and not args.dry_run and _is_first():
         check_output(output, args.resume, args.from_checkpoint, args.overwrite)
     run: dict[str, Any] = {}

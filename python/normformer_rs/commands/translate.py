@@ -28,7 +28,7 @@ def parser() -> Command:
         )
         add_flags(parser.add_argument_group("search"), SearchConfig.FIELDS)
 
-    return "Translate a text, line by line; an empty line for an empty line.", _run, add
+    return "Translate a text, line by line; an empty line stays empty.", _run, add
 
 
 def _run(args: argparse.Namespace) -> None:

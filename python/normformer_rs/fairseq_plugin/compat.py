@@ -23,6 +23,7 @@ from normformer_rs._optional import available, require
 from normformer_rs.formats.convert import SAFE
 
 _FOREIGN = ("fairseq", "fairseq_cli", "hydra")
+"""The packages whose dataclasses may be field defaults."""
 
 
 def apply() -> None:
@@ -48,25 +49,26 @@ def allow_dataclass_defaults() -> None:
     `dataclasses` checks whether the default's type has a hash. So the type gets one while the field is made. A
     default_factory cannot be used instead, because fairseq reads `Field.default`.
     """
-    made: Any = dataclasses._get_field  # type: ignore[attr-defined]
-    if sys.version_info < (3, 11) or hasattr(made, "__wrapped__"):
+    original: Any = dataclasses._get_field  # type: ignore[attr-defined]
+    if sys.version_info < (3, 11) or hasattr(original, "__wrapped__"):
         return
 
-    @functools.wraps(made)
+    @functools.wraps(original)
     def get_field(cls: type, name: str, *rest: Any) -> Any:
         default = cls.__dict__.get(name)
         if isinstance(default, dataclasses.Field):
             default = default.default
         kind = type(default)
-        is_theirs = kind.__module__.partition(".")[0] in _FOREIGN and dataclasses.is_dataclass(kind)
-        with _hashable(kind) if is_theirs and kind.__hash__ is None else contextlib.nullcontext():
-            return made(cls, name, *rest)
+        is_foreign = kind.__module__.partition(".")[0] in _FOREIGN and dataclasses.is_dataclass(kind)
+        with _hashable(kind) if is_foreign and kind.__hash__ is None else contextlib.nullcontext():
+            return original(cls, name, *rest)
 
     dataclasses._get_field = get_field  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def _hashable(kind: Any) -> Iterator[None]:
+    """Gives the class a hash inside the block."""
     kind.__hash__ = object.__hash__
     try:
         yield
@@ -91,16 +93,16 @@ def lend_names_of_numpy_1() -> None:
     1.24 removed the first two, numpy 2.0 the third."""
     if hasattr(np, "int") and hasattr(np, "compat"):
         return
-    lent: Any = types.ModuleType("numpy")
-    lent.__getattr__ = functools.partial(getattr, np)
-    lent.int, lent.float, lent.compat = int, float, types.SimpleNamespace(long=int)
+    substitute: Any = types.ModuleType("numpy")
+    substitute.__getattr__ = functools.partial(getattr, np)
+    substitute.int, substitute.float, substitute.compat = int, float, types.SimpleNamespace(long=int)
     for name in (
         "data.token_block_dataset",
         "data.language_pair_dataset",
         "data.data_utils",
         "modules.dynamic_crf_layer",
     ):
-        importlib.import_module(f"fairseq.{name}").np = lent  # type: ignore[attr-defined]
+        importlib.import_module(f"fairseq.{name}").np = substitute  # type: ignore[attr-defined]
 
 
 def allow_checkpoints() -> None:
@@ -123,8 +125,8 @@ def allow_checkpoints() -> None:
 
 
 def broadcast_objects() -> None:
-    """Makes fairseq send objects to other processes with torch's own broadcast, which uses pickle. When several
-    processes resume, rank 0 sends its configuration, too, and torch.load refuses that since torch 2.6."""
+    """Makes fairseq send objects to other processes with torch's own broadcast, which uses pickle. fairseq itself uses
+    torch.load, which since torch 2.6 refuses the configuration that rank 0 sends when several processes resume."""
     from fairseq.distributed import utils
 
     def broadcast_object_slow(obj: Any, src_rank: int, group: Any, dist_device: torch.device) -> Any:
@@ -136,8 +138,8 @@ def broadcast_objects() -> None:
 
 
 def keep_half_precision_on_cpus() -> None:
-    """Makes --bf16 and --fp16 work on CPUs. fairseq 0.12.2's command line takes --bf16 as a request for TPUs and fails
-    without torch_xla. With --fp16 its flat gradients are on the current GPU, which fails if there is none."""
+    """Makes --bf16 and --fp16 work on CPUs. fairseq 0.12.2's command line treats --bf16 as a request for TPUs and fails
+    without torch_xla. With --fp16 it puts flat gradients on the current GPU, which fails if there is none."""
     from fairseq import options
 
     parse = options.parse_args_and_arch

@@ -49,6 +49,7 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
         self.smoothing, self.unknown = str(smoothing), task.target_dictionary.unk()
         self._known: tuple[Tensor, int, Tensor, int] | None = None
+        """The model's mask, its version, and the two results of `_vocabulary` for them."""
 
     def forward(self, model: Any, sample: Any, reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
         loss, size, log = super().forward(model, sample, reduce)
@@ -60,7 +61,8 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: Any) -> None:
-        """Raises InputError for training targets outside V_t. fairseq waits for a GPU here anyway."""
+        """Raises InputError for training targets outside V_t. The check is here, because fairseq waits for the GPU here
+        anyway."""
         if sum(log.get("outside", 0) for log in logging_outputs) > 0:
             raise InputError(
                 "--vocab-mask: the training data hold targets that were not there when the training began: start "
@@ -70,9 +72,13 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
 
     def compute_loss(self, model: Any, net_output: Any, sample: Any, reduce: bool = True) -> tuple[Tensor, Tensor]:
         logits, target, mask = self._prepare(model, net_output, sample)
-        types = logits.shape[-1] if mask is None else self._vocabulary(model)[1]
-        each = self.eps / max(types - 1, 1) if self.smoothing == "fairseq" else self.eps / types
-        own = 1 - self.eps - (each if self.smoothing == "fairseq" else 0.0)
+        entries = logits.shape[-1] if mask is None else self._vocabulary(model)[1]
+        if self.smoothing == "fairseq":
+            each = self.eps / max(entries - 1, 1)  # B of the class's formula
+            own = 1 - self.eps - each  # A
+        else:
+            each = self.eps / entries
+            own = 1 - self.eps
         loss, nll, _ = OPS.label_smoothed_cross_entropy(logits, target, mask, own, each, self.padding_idx)
         return (loss.sum(), nll.sum()) if reduce else (loss, nll)
 
@@ -103,11 +109,12 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
     def _vocabulary(self, model: Any) -> tuple[Tensor | None, int]:
         """Returns V_t as a flag for each vocabulary entry, and |V_t|; (None, 0) if the model has no mask. |V_t| is
         counted again only after the mask was written to, because counting waits for the GPU."""
-        held = getattr(_decoder(model), "vocab_mask", None)
-        if held is None:
+        mask = getattr(_decoder(model), "vocab_mask", None)
+        if mask is None:
             return None, 0
-        if self._known is None or self._known[0] is not held or self._known[1] != held._version:
-            self._known = held, held._version, held.bool(), int(held.sum())
+        # `_version` is torch's count of writes to the tensor.
+        if self._known is None or self._known[0] is not mask or self._known[1] != mask._version:
+            self._known = mask, mask._version, mask.bool(), int(mask.sum())
         return self._known[2:]
 
 

@@ -1,5 +1,5 @@
-"""Replaces two functions of fairseq: after fairseq-train has loaded a checkpoint, this package's checks and settings
-follow; and the average over time leaves out tensors that have no mean."""
+"""Replaces two functions of fairseq: `load_checkpoint`, after which this package checks and sets up the training, and
+`build_ema`, so that the average over time leaves out tensors that have no mean."""
 
 import functools
 from typing import Any
@@ -61,7 +61,7 @@ trainer_module.build_ema = build_ema
 
 
 def _settle_vocabulary(mask: torch.Tensor, trainer: Any) -> None:
-    """Fills the mask of V_t from the training data. That is done in a resumed training, too."""
+    """Fills the mask of V_t from the training data, also when a training is resumed."""
     if not isinstance(trainer.get_criterion(), FusedLabelSmoothedCrossEntropy):
         raise InputError("--vocab-mask needs --criterion nfrs_label_smoothed_cross_entropy")
     if getattr(trainer.cfg.task, "add_bos_token", False):

@@ -96,12 +96,12 @@ class _Side(Stack):
     output_projection: Any
 
     def build_layer(self, kind: type[Layer], cfg: Any) -> Layer:
-        """Returns a new layer. `settle` tells it its place in the stack later."""
+        """Returns a new layer. `settle` sets its place in the stack later."""
         config = cfg.stacks[self.name]
-        taken = (*OWN, "positions", "encoder_layers", "decoder_layers")
-        options = {key: value for key, value in config.asdict().items() if key not in taken}
+        passed_below = (*OWN, "positions", "encoder_layers", "decoder_layers")
+        options = {key: value for key, value in config.asdict().items() if key not in passed_below}
         depths = {"decoder_layers": config.decoder_layers}
-        if config.architecture == "decoder-only":  # a layer treats a single stack as an encoder that stands alone
+        if config.architecture == "decoder-only":  # layers of `nn` treat a single stack as an encoder without decoder
             depths = {"encoder_layers": config.decoder_layers}
         elif self.name == "encoder" or kind is CrossLayer:
             depths["encoder_layers"] = config.encoder_layers
@@ -112,14 +112,16 @@ class _Side(Stack):
         return kind(**named, **depths, **options)
 
     def finish(self, cfg: Any) -> None:
-        """Adds the parts that the residual scheme has in the stack. It is called after fairseq's constructor."""
+        """Adds the parts of the residual scheme that belong to the whole stack. It is called after fairseq's
+        constructor."""
         config: TransformerConfig = cfg.stacks[self.name]
         self.norm, self.place, self.end = None, None, ()
         self.settle(config, self.name)
         assert self.place is not None
         declared = self.place.declared
-        takes = any(layer.takes for layer in declared.layers)
-        needs_all = takes or declared.combine is not None or declared.mixing is not None or declared.is_profiled
+        reads_other_layers = any(layer.takes for layer in declared.layers) or declared.combine is not None
+        needs_all = reads_other_layers or declared.mixing is not None or declared.is_profiled
+        # With --layerdrop fairseq makes its own kind of list.
         if needs_all and type(self.layers) is not nn.ModuleList:
             raise InputError(f"--residual {config.residual} needs every layer's output: leave --layerdrop out")
         if self.layernorm_embedding is not None:
@@ -145,8 +147,8 @@ class _Side(Stack):
         """Returns dropout(N(√d·W[token] + position)), (N, d), for tokens (N,) and positions (N, d). N is the embedding
         norm, if there is one."""
         if self.training and self.cfg.word_dropout > 0:
-            lost = torch.rand(tokens.shape, device=tokens.device) < self.cfg.word_dropout
-            tokens = tokens.masked_fill(lost & tokens.ne(self.padding_idx), self.dictionary.unk())
+            is_dropped = torch.rand(tokens.shape, device=tokens.device) < self.cfg.word_dropout
+            tokens = tokens.masked_fill(is_dropped & tokens.ne(self.padding_idx), self.dictionary.unk())
         x = self.embed_scale * self.embed_tokens(tokens)
         x = x if positions is None else x + positions
         x = x if self.layernorm_embedding is None else apply_norm(self.layernorm_embedding, x, pad_mask)
@@ -182,8 +184,8 @@ class _Side(Stack):
             raise InputError("--retain-dropout: dropout is part of these layers' operators, and evaluation has none")
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Sets t of branchnorm and prepbn to the number of the next update. fairseq passes the number of updates that
-        were made."""
+        """Sets t of branchnorm and prepbn to the number of the next update. fairseq passes the number of updates made
+        so far."""
         set_num_updates(self, num_updates + 1)
 
 
@@ -256,10 +258,10 @@ class Decoder(_Side, TransformerDecoderBase):
         """Returns the features (B, T, d), and a dictionary whose `attn` holds, in evaluation, the attention weights of
         one layer to the source, (B, T, S). That layer is `alignment_layer`, by default the last."""
         memory = encoder_out["encoder_out"][0].transpose(0, 1) if encoder_out is not None else None  # (B, S, d)
-        hidden = encoder_out["encoder_padding_mask"][0] if encoder_out is not None else None
+        padding = encoder_out["encoder_padding_mask"][0] if encoder_out is not None else None  # (B, S)
         watched = len(self.layers) - 1 if alignment_layer is None else alignment_layer
         if incremental_state is not None:
-            return self._step(prev_output_tokens, incremental_state, memory, hidden, watched, alignment_heads)
+            return self._step(prev_output_tokens, incremental_state, memory, padding, watched, alignment_heads)
         rows = Rows.of(prev_output_tokens.eq(self.padding_idx))
         positions = None if self.embed_positions is None else rows.pack(self.embed_positions(prev_output_tokens))
         tokens = rows.pack(prev_output_tokens)
@@ -267,17 +269,17 @@ class Decoder(_Side, TransformerDecoderBase):
             tokens = self._begun(tokens, rows)
         own = Packed(rows, causal=not full_context_alignment)
         x = self.embed(tokens, positions, rows.pad_mask)
-        if memory is None or hidden is None:
-            return rows.unpack(self.run(x, lambda _: (own,))), _seen(None, None)
-        memory_rows = Rows.of(hidden)
-        other = Packed(rows, memory=memory_rows.pack(memory), memory_rows=memory_rows)
-        kept = Watched(other)
+        if memory is None or padding is None:
+            return rows.unpack(self.run(x, lambda _: (own,))), _attention_output(None, None)
+        memory_rows = Rows.of(padding)
+        cross = Packed(rows, memory=memory_rows.pack(memory), memory_rows=memory_rows)
+        recording = Watched(cross)
 
         def sights(layer: int) -> tuple[Sight, ...]:
-            return own, kept if layer == watched and not self.training else other
+            return own, recording if layer == watched and not self.training else cross
 
         x = self.run(x, sights)
-        return rows.unpack(x), _seen(kept.weights, alignment_heads)
+        return rows.unpack(x), _attention_output(recording.weights, alignment_heads)
 
     def _begun(self, tokens: Tensor, rows: Rows) -> Tensor:
         """Returns the packed tokens with BOS instead of the EOS with which fairseq begins a sentence. If a sentence
@@ -291,39 +293,40 @@ class Decoder(_Side, TransformerDecoderBase):
         tokens: Tensor,
         incremental_state: dict[str, Any],
         memory: Tensor | None,
-        hidden: Tensor | None,
+        memory_padding: Tensor | None,
         watched: int,
         alignment_heads: int | None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        kept = self.get_incremental_state(incremental_state, "kept") or {}
-        self.set_incremental_state(incremental_state, "kept", kept)
+        """Does one step of decoding, and returns the outputs of `extract_features` for the newest token."""
+        cache = self.get_incremental_state(incremental_state, "kept") or {}
+        self.set_incremental_state(incremental_state, "kept", cache)
         newest = tokens[:, -1:]
         padding, positions = newest.eq(self.padding_idx), None
         if self.embed_positions is not None:
             positions = self.embed_positions(tokens, incremental_state=incremental_state)[:, -1]
-        weights: list[Step] = []
+        recorded: list[Step] = []
 
         def sights(layer: int) -> tuple[Sight, ...]:
-            own = Step(kept, f"{layer}.own.", padding, pad_mask=padding[:, 0])
-            if memory is None or hidden is None:
+            own = Step(cache, f"{layer}.own.", padding, pad_mask=padding[:, 0])
+            if memory is None or memory_padding is None:
                 return (own,)
-            other = Step(kept, f"{layer}.memory.", hidden, memory=memory)
+            cross = Step(cache, f"{layer}.memory.", memory_padding, memory=memory)
             if layer == watched:
-                weights.append(other)
-            return own, other
+                recorded.append(cross)
+            return own, cross
 
         if self.begins_with_bos and tokens.shape[1] == 1:
             newest = newest.masked_fill(newest.eq(self.dictionary.eos()), self.dictionary.bos())
         x = self.run(self.embed(newest[:, 0], positions, padding[:, 0]), sights)
-        return x.unsqueeze(1), _seen(weights[-1].weights if weights else None, alignment_heads)
+        return x.unsqueeze(1), _attention_output(recorded[-1].weights if recorded else None, alignment_heads)
 
     def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
         """Reorders the cached tensors of all beams by `new_order`. Keys and values of the source are the same for all
         beams of a sentence, so they are reordered only if the number of beams changes."""
-        kept = self.get_incremental_state(incremental_state, "kept") or {}
-        for name, tensor in kept.items():
+        cache = self.get_incremental_state(incremental_state, "kept") or {}
+        for name, tensor in cache.items():
             if ".own." in name or len(tensor) != len(new_order):
-                kept[name] = tensor.index_select(0, new_order)
+                cache[name] = tensor.index_select(0, new_order)
 
     def output_layer(self, features: Tensor) -> Tensor:
         """Returns the logits (B, T, V) for features (B, T, d)."""
@@ -335,9 +338,10 @@ class Decoder(_Side, TransformerDecoderBase):
 
 
 _NEVER = -1e4
+"""The logit of entries outside the target vocabulary."""
 
 
-def _seen(weights: Tensor | None, heads: int | None) -> dict[str, Any]:
+def _attention_output(weights: Tensor | None, heads: int | None) -> dict[str, Any]:
     """Returns the second output of fairseq's decoder: a dictionary with the attention weights, averaged over the first
     `heads` heads (None: over all)."""
     return {"attn": [None if weights is None else weights[:, :heads].mean(1)], "inner_states": []}
@@ -349,11 +353,12 @@ class _Model:
     decoder: Decoder
     training: bool
     options: ClassVar[Any]
-    _takes_parts = False
+    _accepts_parts = False
+    """True while `load_state_dict` loads a state that may have only a part of the tensors."""
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        # The flags have no defaults here, so that `shape` can see which were given, and fill in the others.
+        # The flags have no defaults here, so that `shape` can see which flags were given, and set the others.
         gen_parser_from_dataclass(parser, cls.options(), delete_default=True)
 
     @classmethod
@@ -393,11 +398,11 @@ class _Model:
     def load_state_dict(self, state_dict: Any, strict: bool = True, model_cfg: Any = None, args: Any = None) -> Any:
         """Runs fairseq's own method. With `strict` False, as fairseq loads averages over time, the state may have only
         a part of the tensors."""
-        self._takes_parts = not strict
+        self._accepts_parts = not strict
         try:
             return super().load_state_dict(state_dict, strict, model_cfg, args)  # type: ignore[misc]
         finally:
-            self._takes_parts = False
+            self._accepts_parts = False
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
         """Renames, in place, the tensors of a checkpoint of fairseq's own `transformer` archs. Errors: InputError for a
@@ -406,7 +411,7 @@ class _Model:
         check_version(state_dict)
         state_dict["version"] = torch.tensor(VERSION)
         super().upgrade_state_dict_named(state_dict, name)  # type: ignore[misc]
-        if self._takes_parts:
+        if self._accepts_parts:
             return
         own = self.state_dict()  # type: ignore[attr-defined]
         for key in [*own, *state_dict]:
@@ -460,14 +465,14 @@ class LanguageModel(_Model, FairseqLanguageModel):
         flags = plain(cfg)
         if flags.max_target_positions is None:
             flags.max_target_positions = flags.tokens_per_sample
-        nested, dictionary, read = _nested(flags), task.target_dictionary, task.source_dictionary
+        nested, dictionary, input_dictionary = _nested(flags), task.target_dictionary, task.source_dictionary
         nested.stacks = {"decoder": _stack(flags, "decoder", dictionary)}
-        if flags.share_decoder_input_output_embed and len(read) != len(dictionary):
+        if flags.share_decoder_input_output_embed and len(input_dictionary) != len(dictionary):
             raise InputError(
                 "--share-decoder-input-output-embed needs one table, but --output-dictionary-size gives the output "
-                f"{len(dictionary)} types of {len(read)}: leave one of them out"
+                f"{len(dictionary)} types of {len(input_dictionary)}: leave one of them out"
             )
-        embedding = nn.Embedding(len(read), flags.decoder_embed_dim, dictionary.pad())
+        embedding = nn.Embedding(len(input_dictionary), flags.decoder_embed_dim, dictionary.pad())
         if flags.fixnorm:
             embedding.__class__ = FixNormEmbedding
         model = cls(Decoder(nested, dictionary, embedding, no_encoder_attn=True))
@@ -496,6 +501,8 @@ def _stack(flags: Any, name: str, dictionary: Any) -> TransformerConfig:
 
 
 def _register_shape(name: str) -> None:
+    """Registers an architecture of nfrs_transformer with its default sizes, for flags and for hydra."""
+
     @register_model_architecture("nfrs_transformer", name)
     def _(given: Any) -> None:
         shape(name, given)

@@ -33,15 +33,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 FOLLOWING: dict[str, tuple[str, ...]] = dict.fromkeys(SHAPES, ("embed_dim",))
 FOLLOWING["nfrs_transformer_tiny"] += ("ffn_embed_dim",)
 """For each architecture the sizes that the decoder copies from the encoder if they are not given. The width is always
-one of them. The feed-forward width is one in tiny, as in fairseq's tiny architecture; in the other architectures the
-decoder has a default of its own, here or in fairseq."""
+copied. The feed-forward width is copied in tiny only, as in fairseq's tiny architecture; in the other architectures the
+decoder has its own default, here or in fairseq."""
 DROPOUTS: dict[str, dict[str, float]] = {"nfrs_transformer_wmt_en_de_big": {"dropout": 0.3, "attention_dropout": 0.1}}
 
 
 def _own_fields(is_alone: bool) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the name, type and dataclass field of each flag for an option of this package. `is_alone` is True for a
+    language model."""
     defaults = TRAINING | {"decoder_start": "eos"}  # fairseq begins a sentence with EOS, unlike this package
-    taken = (*FAIRSEQS, "decoder_start") if is_alone else FAIRSEQS
-    fields = [field for field in TransformerConfig.FIELDS if field.name not in taken]
+    without_flag = (*FAIRSEQS, "decoder_start") if is_alone else FAIRSEQS
+    fields = [field for field in TransformerConfig.FIELDS if field.name not in without_flag]
     fields += [field for field in TrainingConfig.FIELDS if field.name in TRAINING]
     for field in fields:
         yield _own_field(field._replace(default=defaults.get(field.name, field.default)))
@@ -83,9 +85,9 @@ def _fairseq_fields(config: type, prefix: str = "") -> Iterator[tuple[str, Any, 
             yield from _fairseq_fields(field.type, field.name + "_")
             continue
         default, kind = field.default, field.type
-        points = isinstance(default, str) and default.startswith("${model.")
-        is_decoders = prefix + field.name in _FROM_DECODER or (prefix == "decoder_" and field.name in SIZES)
-        if points or is_decoders:
+        is_reference = isinstance(default, str) and default.startswith("${model.")
+        is_decoder_size = prefix + field.name in _FROM_DECODER or (prefix == "decoder_" and field.name in SIZES)
+        if is_reference or is_decoder_size:
             default, kind = None, Optional[kind]  # noqa: UP045
         yield prefix + field.name, kind, dataclasses.field(default=default, metadata=dict(field.metadata))
 
@@ -95,6 +97,8 @@ _FROM_DECODER = ("decoder_input_dim", "decoder_output_dim")
 
 
 def _dataclass(name: str, summary: str, fairseqs: type) -> Any:
+    """Returns a configuration class with the flags of fairseq's class `fairseqs` and of this package. If both have a
+    flag of the same name, this package's definition counts."""
     own = _own_fields(is_alone=fairseqs is FairseqLanguageModelConfig)
     fields = {name: (name, kind, field) for name, kind, field in (*_fairseq_fields(fairseqs), *own)}
     made = dataclasses.make_dataclass(name, list(fields.values()), bases=(FairseqDataclass,))
@@ -160,5 +164,6 @@ def _typed() -> set[Any]:
     for word in words:
         with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             value = ast.literal_eval(word) if word.startswith("{") else {}
-            overrides += [one for one in value.values() if isinstance(one, str)] if isinstance(value, dict) else []
+            if isinstance(value, dict):
+                overrides += [override for override in value.values() if isinstance(override, str)]
     return {*words, *overrides}

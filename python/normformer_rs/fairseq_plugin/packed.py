@@ -64,15 +64,17 @@ class Rows:
         return torch.stack((self.lengths.cumsum(0) - self.lengths, self.lengths), 1)
 
     def ranges(self, keys: "Rows") -> Tensor:
-        """Returns the ranges that the attention operator takes: (start and number of query rows, start and number of
-        key rows). The queries of a sentence attend to the keys of the same sentence in `keys`. A row of padding is a
-        range of its own, and attends to the keys of its sentence."""
-        spans = torch.cat((self.spans(), keys.spans()), 1)
+        """Returns the ranges that the attention operator expects: (start and number of query rows, start and number of
+        key rows). The queries of a sentence attend to the keys of the same sentence in `keys`. Each row of padding has
+        its own range, and attends to the keys of its sentence."""
+        ranges = torch.cat((self.spans(), keys.spans()), 1)
         if self.pad_mask is None:
-            return spans
-        rows = self.pad_mask.nonzero()
-        alone = torch.cat((rows, torch.ones_like(rows)), 1)
-        return torch.cat((spans, torch.cat((alone, keys.spans()[self.index[rows[:, 0]] // self.shape[1]]), 1)))
+            return ranges
+        padding_rows = self.pad_mask.nonzero()
+        padding_queries = torch.cat((padding_rows, torch.ones_like(padding_rows)), 1)
+        sentences = self.index[padding_rows[:, 0]] // self.shape[1]
+        padding_ranges = torch.cat((padding_queries, keys.spans()[sentences]), 1)
+        return torch.cat((ranges, padding_ranges))
 
 
 class Sight(Protocol):
@@ -92,8 +94,8 @@ class RowAttention(MultiheadAttention):
     def forward(self, query: Tensor, sight: Sight, kept: KeptTensors) -> Tensor:  # type: ignore[override]
         query = self._change("input", query, sight.pad_mask, kept)
         if self.is_apart:
-            given = zip(INPUTS, query if self.reads_apart else (query, query, query))
-            query = torch.stack([self._change(point, x, sight.pad_mask, kept) for point, x in given])
+            inputs = zip(INPUTS, query if self.reads_apart else (query, query, query))
+            query = torch.stack([self._change(point, x, sight.pad_mask, kept) for point, x in inputs])
         joined = self._change("after_heads", sight.attend(self, query, kept), sight.pad_mask, kept)
         return self._change("after_output", self.out_proj(joined), sight.pad_mask, kept)
 
@@ -104,10 +106,10 @@ class RowAttention(MultiheadAttention):
 
     def project(self, x: Tensor, which: str, kept: KeptTensors) -> tuple[Tensor, ...]:
         """Returns the projections of x that `which` names, with the scheme's changes of queries, keys and values.
-        `which` is "qkv" or a part of it, such as "kv"; it takes one matrix product. If q, k and v have separate inputs,
-        x holds the three inputs, stacked, and there is a product for each."""
+        `which` is "qkv" or a part of it, such as "kv"; one matrix product computes them all. If q, k and v have
+        separate inputs, x holds the three inputs, stacked, and each has its own product."""
         if self.is_apart and len(which) == 3:
-            return tuple(part for name, own in zip(which, x) for part in self.project(own, name, kept))
+            return tuple(self.project(own_input, name, kept)[0] for name, own_input in zip(which, x))
         d, start = self.embed_dim, "qkv".index(which)
         chosen = slice(start * d, (start + len(which)) * d)
         bias = None if self.in_proj_bias is None else self.in_proj_bias[chosen]
@@ -117,6 +119,8 @@ class RowAttention(MultiheadAttention):
         return tuple(self._change_heads(f"rotated_{_POINTS[name]}", part, kept) for name, part in zip(which, changed))
 
     def _change_heads(self, point: str, x: Tensor, kept: KeptTensors | None) -> Tensor:
+        """Applies the scheme's changes at `point` to queries, keys or values (…, d): each head's by itself, unless a
+        change is for all heads joined."""
         for change in self.inside.get(point, ()):
             if is_of_joined_heads(change, self.head_dim):
                 x = apply_changes(self, (change,), x, None, kept)
@@ -184,7 +188,7 @@ class Step:
     of all tokens so far, or those of `memory` if it is given. They are kept in the cache."""
 
     cache: dict[str, Tensor]
-    """Tensors by name. Their first dimension is the batch, in which reordering the beams selects."""
+    """Tensors by name. Their first dimension is the batch; when beams are reordered, its entries are selected."""
     name: str
     padding: Tensor
     """A mask that is True at padding: of the newest tokens, (B, 1), or of memory, (B, S)."""
@@ -204,9 +208,11 @@ class Step:
                 self.cache[self.name + "key"], self.cache[self.name + "value"] = k, v
             k, v = self.cache[self.name + "key"], self.cache[self.name + "value"]
         self.weights = weigh(attention, q, k, padding)
-        return (self.weights @ v.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)).transpose(1, 2).flatten(1)
+        values = v.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)  # (B, heads, S, d_head)
+        return (self.weights @ values).transpose(1, 2).flatten(1)
 
     def _append(self, what: str, new: Any) -> Any:
+        """Appends the newest tokens' tensor to the cached one, along the time, and returns the result."""
         name = self.name + what
         self.cache[name] = torch.cat((self.cache[name], new), 1) if name in self.cache else new
         return self.cache[name]

@@ -58,7 +58,7 @@ class _Schedule(FairseqLRScheduler):
         self.step_update(0)
 
     def step_update(self, num_updates: int) -> float:
-        """Sets the rate of the next update and returns it. fairseq passes the number of updates that were made."""
+        """Sets the rate of the next update and returns it. fairseq passes the number of updates made so far."""
         self.made = num_updates
         self.optimizer.set_lr(self.schedule.learning_rate(num_updates + 1))
         return self.optimizer.get_lr()
@@ -135,7 +135,7 @@ class ValDecay(_Schedule):
         self.schedule.memory, self.is_resumed = state["memory"], True
 
     def resume(self, extra: dict[str, Any]) -> None:
-        """Passes the result of the validation that ended the previous epoch to the schedule again. The checkpoint was
-        written before the schedule saw that result, so the loaded state does not contain it."""
+        """Passes the result of the validation at the end of the previous epoch to the schedule. fairseq wrote the
+        checkpoint before the schedule got that result, so the loaded state does not contain it."""
         if self.is_resumed and extra["train_iterator"].get("iterations_in_epoch") == 0:
             self.step(extra["train_iterator"]["epoch"] - 1, extra.get("val_loss"))

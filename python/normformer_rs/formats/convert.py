@@ -59,7 +59,7 @@ SIZES = ("embed_dim", "ffn_embed_dim", "layers", "attention_heads")
 
 
 def complete(flags: Mapping[str, Any]) -> argparse.Namespace:
-    """Returns a model's flags with all sizes; a size that the decoder lacks is copied from the encoder.
+    """Returns a model's flags with all sizes. If a size of the decoder is missing, it is copied from the encoder.
 
     Errors: InputError for flags that models of this package do not support.
     """
@@ -134,17 +134,16 @@ def configure(flags: argparse.Namespace, stack: str, vocab_size: int) -> Transfo
 def _residual(flags: argparse.Namespace, is_alone: bool) -> str:
     """Returns the residual scheme that the flags set: by --residual, or by fairseq's --*-normalize-before, which must
     agree with it."""
-    named = getattr(flags, "residual", None)
-    older = ["decoder_normalize_before"] if is_alone else ["encoder_normalize_before", "decoder_normalize_before"]
-    before = [getattr(flags, name, False) for name in older]
-    if not any(before):
+    scheme = getattr(flags, "residual", None)
+    sides = ["decoder"] if is_alone else ["encoder", "decoder"]
+    are_prenorm = [getattr(flags, f"{side}_normalize_before", False) for side in sides]
+    if not any(are_prenorm):
         # Without a flag nfrs_transformer_lm is prenorm. fairseq's own archs, which have no --residual, are postnorm.
-        return named or ("prenorm" if is_alone and hasattr(flags, "residual") else "postnorm")
-    if not all(before) or named not in (None, "prenorm"):
-        means = " and ".join("--" + name.replace("_", "-") for name in older) + (
-            " means" if is_alone else " together mean"
-        )
-        got = f"--residual {named}" if all(before) else "one alone"
+        return scheme or ("prenorm" if is_alone and hasattr(flags, "residual") else "postnorm")
+    if not all(are_prenorm) or scheme not in (None, "prenorm"):
+        names = " and ".join(f"--{side}-normalize-before" for side in sides)
+        means = f"{names} {'means' if is_alone else 'together mean'}"
+        got = f"--residual {scheme}" if all(are_prenorm) else "one alone"
         raise InputError(f"{means} --residual prenorm; got {got}: leave {'it' if is_alone else 'them'} out")
     return "prenorm"
 
@@ -172,9 +171,9 @@ def from_fairseq_names(state: dict[str, Tensor]) -> None:
         return
     is_alone = not any(".encoder_attn." in name for name in state)  # a language model's decoder
     for name in [*state]:
-        found = _LAYER.match(name)
-        if found:
-            stack, number, rest = found.groups()
+        in_layer = _LAYER.match(name)
+        if in_layer:
+            stack, number, rest = in_layer.groups()
             value = state.pop(name)
             if not _NEVER_TRAINED.match(rest):
                 norms = _NORMS["encoder" if is_alone else stack]
@@ -187,6 +186,7 @@ def from_fairseq_names(state: dict[str, Tensor]) -> None:
 
 
 def _rename(rest: str, norms: dict[str, str]) -> str:
+    """Returns this package's name for a parameter within a layer. `norms` maps fairseq's names of norms to ours."""
     first, dot, others = rest.partition(".")
     return norms.get(first, _INSIDE.get(first, first)) + dot + others
 
@@ -224,9 +224,9 @@ def to_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
     from_fairseq_names(renamed)
     canonical = {}
     for table, holders in _TABLES[ties].items():
-        found = [renamed[f"{holder}.weight"] for holder in holders if f"{holder}.weight" in renamed]
-        if found:
-            canonical[f"{table}.weight"] = found[0]
+        weights = [renamed[f"{holder}.weight"] for holder in holders if f"{holder}.weight" in renamed]
+        if weights:
+            canonical[f"{table}.weight"] = weights[0]
     if "decoder.output_projection.bias" in renamed:
         canonical["output_projection.bias"] = renamed["decoder.output_projection.bias"]
     for side, table in _POSITIONS.items():
@@ -294,8 +294,8 @@ def read_checkpoint(path: Path_, trust: bool = False) -> dict[str, Any]:
     if not Path(path).is_file():
         raise InputError(f"{path}: no such file; expected a checkpoint of fairseq")
     try:
-        # On exit the context removes its types from torch's list. So it gets only those that are not in the list
-        # already, because the program may need these later.
+        # On exit the context manager removes its types from torch's list. So it gets only types that are not in the
+        # list already: the program may need the others later.
         allowed = torch.serialization.get_safe_globals()
         with torch.serialization.safe_globals([kind for kind in SAFE if kind not in allowed]):
             found = torch.load(path, map_location="cpu", weights_only=not trust)
@@ -336,8 +336,8 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
     Args:
         path: a .pt of `nfrs_transformer…` or `transformer…`, with one dictionary for both languages.
         output: a folder that does not exist yet.
-        data: fairseq's binarised folder, for its dictionary; None for the folder it was trained on.
-        trust: load a .pt that could run code, or that names code to run: a norm or scheme file.py:Class.
+        data: fairseq's binarised folder, for its dictionary; None for the folder that the model was trained on.
+        trust: True to load a .pt that could run code, or that names code to run: a norm or scheme file.py:Class.
 
     Errors: InputError for other architectures, dictionaries that differ, and existing folders.
     """
@@ -361,8 +361,8 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
         raise InputError(
             f"{path}: encoder and decoder differ in feed-forward width or heads; this package has one of each"
         )
-    for flag, said in FIXED.items():
-        if flags.get(flag) not in (None, False, said):
+    for flag, supported in FIXED.items():
+        if flags.get(flag) not in (None, False, supported):
             raise InputError(
                 f"{path}: --{flag.replace('_', '-')} {flags[flag]}: models of this package have ReLU, and word vectors "
                 "times √d with positions, not normed"
@@ -411,7 +411,7 @@ def _dictionary(folder: Path, task: Mapping[str, Any]) -> Path:
     ones."""
     names = [f"dict.{task[side]}.txt" for side in ("source_lang", "target_lang") if task.get(side)]
     # The checkpoint does not name the languages if fairseq has detected them from the files. Then all dictionaries in
-    # the folder are taken.
+    # the folder are compared.
     paths = [folder / name for name in names] or sorted(folder.glob("dict.*txt"))
     if not paths or not all(path.is_file() for path in paths):
         raise InputError(f"{folder}: no {' or '.join(names) or 'dict.LANG.txt'}: give --data DIR")
@@ -457,8 +457,8 @@ def flags_from(config: TransformerConfig) -> dict[str, Any]:
     """Returns the plug-in's flags for a configuration; it is the inverse of `configure`. Errors: InputError for a
     parametrisation and for options of attention that the plug-in does not have."""
     for field in TransformerConfig.FIELDS:
-        named = (*ATTENTION, *PARAMETRISATION)
-        if field.name in named and (value := getattr(config, field.name)) != field.default:
+        unsupported = (*ATTENTION, *PARAMETRISATION)
+        if field.name in unsupported and (value := getattr(config, field.name)) != field.default:
             raise InputError(f"{field.name} = {value} has no place in fairseq: only the training loop and nn have it")
     flags: dict[str, Any] = {"data": ".", "criterion": "cross_entropy"}
     if config.architecture == "encoder-decoder":

@@ -63,7 +63,7 @@ class _Family:
 
     def misfits(self, config: TransformerConfig) -> list[str]:
         """Returns a text for each option of the model that the architecture does not support."""
-        found = []
+        texts = []
         for field in TransformerConfig.FIELDS:
             if field.name in _FREE:
                 continue
@@ -74,8 +74,8 @@ class _Family:
                 value = None if value == config.heads else value
             # The empty tuple in `options` means that any value is allowed.
             if value not in allowed and self.options.get(field.name) != ():
-                found.append(f"{field.name} = {json.dumps(value)} (there {' or '.join(map(json.dumps, allowed))})")
-        return found
+                texts.append(f"{field.name} = {json.dumps(value)} (there {' or '.join(map(json.dumps, allowed))})")
+        return texts
 
     def state(self, config: TransformerConfig, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yields the names and values of the architecture's parameters, computed from this package's `state`."""
@@ -90,9 +90,9 @@ class _Family:
         if config.positions == "learned":
             yield self.names["positions"] + ".weight", state["target_position_embedding.weight"]
         for name, tensor in self._with_biases(config, state).items():
-            inner = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+?)(?:[._](weight|bias))?", name)
-            if inner is not None:
-                index, module, kind = inner.groups()
+            in_layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+?)(?:[._](weight|bias))?", name)
+            if in_layer is not None:
+                index, module, kind = in_layer.groups()
                 for part, values in self.parts(config, module, tensor):
                     end = "" if kind is None else f".{kind}"  # sinks are parameters without ".weight" or ".bias"
                     yield f"{self.layers}.{index}.{self.names.get(part, part)}{end}", values
@@ -104,6 +104,7 @@ class _Family:
         return config.tie_embeddings != "none" and config.scale_embeddings == self.scales_embeddings
 
     def _with_biases(self, config: TransformerConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the state with a zero bias for each module in `always_biased` that has none."""
         full = dict(state)
         for name, weight in state.items():
             if name.startswith("decoder.layers.") and name.endswith("weight"):
@@ -118,6 +119,7 @@ class _Family:
 
 
 def _rate(config: TransformerConfig, name: str) -> float:
+    """Returns a dropout rate: the option `name`, or `dropout` if that is None."""
     value = getattr(config, name)
     return config.dropout if value is None else value
 
@@ -138,6 +140,7 @@ def _shape(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _key_width(config: TransformerConfig) -> int:
+    """Returns the number of rows of the key projection, which is that of the value projection, too."""
     return (config.kv_heads or config.heads) * (config.d_model // config.heads)
 
 
@@ -445,12 +448,12 @@ def _family(config: TransformerConfig, origin: str) -> _Family:
     """Returns an architecture that computes the model. Errors: InputError if there is none; it names the options that
     the nearest architecture does not support."""
     misfits = [(family.misfits(config), family) for family in _FAMILIES]
-    found, nearest = min(misfits, key=lambda entry: len(entry[0]))
-    if found:
+    unsupported, nearest = min(misfits, key=lambda entry: len(entry[0]))
+    if unsupported:
         names = ", ".join(family.name for family in _FAMILIES)
         raise InputError(
             f"{origin}: no architecture of Hugging Face among {names} computes this model; {nearest.name} is nearest, "
-            f"and has no counterpart of {', '.join(found)}"
+            f"and has no counterpart of {', '.join(unsupported)}"
         )
     return nearest
 
@@ -458,7 +461,8 @@ def _family(config: TransformerConfig, origin: str) -> _Family:
 def to_huggingface(
     model: str | PathLike[str] | Transformer, output: str | PathLike[str], *, checkpoint: str | int = "best"
 ) -> str:
-    """Writes a language model as a new folder for `AutoModelForCausalLM` and `AutoTokenizer`; returns its class there.
+    """Writes a language model as a new folder for `AutoModelForCausalLM` and `AutoTokenizer`. Returns the name of the
+    model's class in transformers.
 
     Args:
         model: the `output` of training, or a Transformer.
@@ -467,18 +471,18 @@ def to_huggingface(
         checkpoint: a run's checkpoint, as in `Transformer.from_checkpoint`.
 
     LlamaForCausalLM computes prenorm with rmsnorm, rotary positions and swiglu or geglu. Qwen3ForCausalLM computes the
-    same with norms on each head's queries and keys, HunYuanDenseV1ForCausalLM with these after the rotation,
-    Qwen3NextForCausalLM with these and an output gate for each element, GraniteForCausalLM with multipliers of
-    embeddings, branches, scores and logits, GraniteSWAForCausalLM with sinks and such multipliers, Olmo2ForCausalLM
+    same with norms on each head's queries and keys, HunYuanDenseV1ForCausalLM with these norms after the rotation,
+    Qwen3NextForCausalLM with these norms and an output gate for each element, GraniteForCausalLM with multipliers of
+    embeddings, branches, scores and logits, GraniteSWAForCausalLM with sinks and the same multipliers, Olmo2ForCausalLM
     under olmo2, and Gemma2ForCausalLM under sandwich, with softcaps of scores and logits as options.
     GPT2LMHeadModel computes prenorm with layernorm, learned positions and relu, gelu or silu; GPTNeoXForCausalLM the
-    same with rotary positions. If embeddings are scaled by √d_model and the class does not scale them, the embedding
-    there is the product, and the output projection is another matrix. max_position_embeddings is the length of a run's
-    rows, `segment_length`; for a Transformer, and with learned positions, it is `max_positions`. generation_config.json
-    suppresses the tokens that the target vocabulary leaves out. Logits are equal to rounding: transformers keeps rotary
+    same with rotary positions. If embeddings are scaled by √d_model and the class does not scale them, the written
+    embedding is multiplied by √d_model, and the output projection is a separate matrix. max_position_embeddings is the
+    run's `segment_length`; for a Transformer, and with learned positions, it is `max_positions`. generation_config.json
+    suppresses the tokens that the target vocabulary leaves out. Logits agree up to rounding: transformers keeps rotary
     angles and RMS norms in float32, whatever the type of the model.
 
-    The tokenizer returns the ids that `generate` reads: an end of sentence begins a text, and stands for each newline.
+    The tokenizer returns the ids that `generate` reads: an end of sentence begins a text, and replaces each newline.
     It applies merges one by one: with 4000 of them a line takes milliseconds.
 
     Errors: InputError for options that have no counterpart there, naming them, and for an existing `output`.
@@ -492,12 +496,12 @@ def to_huggingface(
         (config, state), origin = load_run(model, checkpoint), str(model)
         types = _core.target_vocabulary(origin)
         context = json.loads(_core.run_options(origin, str(checkpoint)))["data"]["segment_length"]
-        found = [path for path in (Path(model) / name for name in (_VOCABULARY, _CODES)) if path.exists()]
-        if found:
+        paths = [path for path in (Path(model) / name for name in (_VOCABULARY, _CODES)) if path.exists()]
+        if paths:
             _core.encode(origin, [])  # raises for damaged files
-        # Files are read as bytes, because a carriage return in a piece must stay one. U+FEFF is a piece: these files
-        # have no byte order mark.
-        texts = {path.name: read_regular(path).decode("utf-8") for path in found}
+        # Files are read as bytes, so that a carriage return in a piece is not changed into a newline. U+FEFF at the
+        # start is a piece: these files have no byte order mark.
+        texts = {path.name: read_regular(path).decode("utf-8") for path in paths}
     family = _family(config, origin)
     unseen = [i for i, known in enumerate(types or ()) if not known and i not in (_BOS, _PAD)]
     if texts:
@@ -512,8 +516,9 @@ def to_huggingface(
         "architectures": [family.name],
     }
     shared |= {"dtype": str(words.dtype).removeprefix("torch.")}
-    seen = config if context is None or config.positions == "learned" else config.replace(max_positions=context)
-    settings = {"config.json": family.config(seen) | shared | ids}
+    has_own_length = context is None or config.positions == "learned"
+    exported = config if has_own_length else config.replace(max_positions=context)
+    settings = {"config.json": family.config(exported) | shared | ids}
     settings |= {"generation_config.json": ids | {"suppress_tokens": suppressed}}
     texts |= {name: json.dumps(content, indent=2) + "\n" for name, content in settings.items()}
     tensors = {name: tensor.contiguous() for name, tensor in family.state(config, state)}

@@ -86,10 +86,11 @@ def _objects(file: TextIO) -> Iterator[Any]:
 
 
 _END = object()
-"""Marks the end of the records. None cannot mark it, because a JSON null is a record, which is then refused."""
+"""Marks the end of the records. None cannot mark it: a JSON null is read as None, and must be refused as a record."""
 
 
 def _fields(rows: Iterator[Any], fields: Sequence[str], source: str, limit: int | None) -> Iterator[tuple[str, ...]]:
+    """Yields the named fields of each record. Errors: InputError for a record that is no object, and for no records."""
     number = 0
     while limit is None or number < limit:
         with _as_input_errors(source):
@@ -105,23 +106,25 @@ def _fields(rows: Iterator[Any], fields: Sequence[str], source: str, limit: int 
 
 
 def _field(record: dict[str, Any], name: str, place: str) -> str:
-    found: Any = record
+    """Returns the text of the named field. A dot in the name leads into a nested record, unless the record itself has
+    a field of the whole name. `place` names the record in errors."""
+    value: Any = record
     for part in [name] if name in record else name.split("."):
-        if not isinstance(found, dict) or part not in found:
+        if not isinstance(value, dict) or part not in value:
             known = _names(record)
             raise InputError(f'{place}: no field "{name}"{closest(name, known)}; expected one of {", ".join(known)}')
-        found = found[part]
-    if not isinstance(found, str):
-        raise InputError(f'{place}: field "{name}" is {found!r:.80}; expected text')
-    return found
+        value = value[part]
+    if not isinstance(value, str):
+        raise InputError(f'{place}: field "{name}" is {value!r:.80}; expected text')
+    return value
 
 
 def _names(record: dict[str, Any], before: str = "") -> list[str]:
-    return [
-        name
-        for key, value in record.items()
-        for name in (_names(value, f"{before}{key}.") if isinstance(value, dict) else [f"{before}{key}"])
-    ]
+    """Returns the names of all fields, those of nested records with dots. `before` precedes each name."""
+    names = []
+    for key, value in record.items():
+        names += _names(value, f"{before}{key}.") if isinstance(value, dict) else [f"{before}{key}"]
+    return names
 
 
 @contextlib.contextmanager

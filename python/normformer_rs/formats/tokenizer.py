@@ -44,14 +44,16 @@ def tokenizer_files(vocabulary: str, codes: str | None, unseen: Sequence[int], s
         raise InputError(
             f"vocabulary.txt has {len(pieces)} types and the model {size}: the file is damaged, or another run's"
         )
-    cut = _split() if codes is None else list(_merged(codes))
+    splitting = _split() if codes is None else list(_merged(codes))
+    # These pieces in a text become unknown.
     never = "|".join(re.escape(piece) for piece in (_BOS, _PAD, _EOS, *(pieces[i] for i in unseen)))
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     content = {
         "version": "1.0",
         "added_tokens": [{"id": i, "content": piece, **special} for i, piece in enumerate(_SPECIALS)],
         "normalizer": _sequence(
-            "normalizers", [*cut, _replace(f"{_AT_START}(?:{never}){_AT_END}", _UNK), _replace(r"\n", f" {_EOS} ")]
+            "normalizers",
+            [*splitting, _replace(f"{_AT_START}(?:{never}){_AT_END}", _UNK), _replace(r"\n", f" {_EOS} ")],
         ),
         "pre_tokenizer": {"type": "CharDelimiterSplit", "delimiter": " "},
         "model": {"type": "WordLevel", "vocab": {piece: i for i, piece in enumerate(pieces)}, "unk_token": _UNK},
@@ -111,17 +113,17 @@ def _passes(merges: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     It is the merges' own order, with repetitions: after a merge whose result is a part of an earlier merge's pair, the
     earlier merge follows again.
     """
-    users = defaultdict(set)
+    users = defaultdict(set)  # for each piece, the ranks of the merges whose pair contains it
     for rank, pair in enumerate(merges):
         for part in pair:
             users[part].add(rank)
     for rank in range(len(merges)):
-        due = {rank}
-        while due:
-            first = min(due)
-            due.remove(first)
+        pending = {rank}
+        while pending:
+            first = min(pending)
+            pending.remove(first)
             yield merges[first]
-            due |= {user for user in users["".join(merges[first])] if user <= rank}
+            pending |= {user for user in users["".join(merges[first])] if user <= rank}
 
 
 def _after_end_of_sentence() -> dict[str, Any]:

@@ -14,26 +14,25 @@ from ..nn.training import learned_gains
 @torch.no_grad()
 def gain_values(model: nn.Module) -> dict[str, float]:
     """Returns values for the log by name. gain/NAME is the mean of a norm's gain or of a residual scheme's parameter.
-    alpha/NAME is α_t of a stack whose α_t grows, or a fading norm's 1 − λ; if each layer has its own, it
-    is alpha/NAME.layers.L. The host waits
-    for the device only once."""
-    found: dict[str, Tensor] = {}
+    alpha/NAME is α_t of a stack whose α_t grows, or 1 − λ of a fading norm. If each layer has its own α_t, the names
+    are alpha/NAME.layers.L. The host waits for the device only once."""
+    values: dict[str, Tensor] = {}
     for name, p in learned_gains(model).items():
         if not name.endswith("bias"):
             whole: Tensor = p.full_tensor() if hasattr(p, "full_tensor") else p
-            found[f"gain/{name}"] = whole.detach().double().mean()
+            values[f"gain/{name}"] = whole.detach().double().mean()
     for name, module in model.named_modules():
         if isinstance(module, Growing) and module.growth is not None:
             path = f"alpha/{name}".rstrip("/")
             if not module.growth.by_layer or module.place is None:
-                found[path] = module.alpha_now(module.growth)[0]
+                values[path] = module.alpha_now(module.growth)[0]
                 continue
             for layer in range(module.place.depth):
-                found[f"{path}.layers.{layer}"] = module.alpha_now(module.growth, layer)[0]
-    if not found:
+                values[f"{path}.layers.{layer}"] = module.alpha_now(module.growth, layer)[0]
+    if not values:
         return {}
-    device = next(iter(found.values())).device
-    return dict(zip(found, torch.stack([value.to(device) for value in found.values()]).tolist()))
+    device = next(iter(values.values())).device
+    return dict(zip(values, torch.stack([value.to(device) for value in values.values()]).tolist()))
 
 
 def gradient_values(model: nn.Module) -> dict[str, float]:
@@ -48,9 +47,9 @@ class Undecayed:
     """Exempts gains and schemes' parameters from weight decay: during a step they are in a group without it.
 
     That group has the same options as their own group, except weight decay. If the optimizer has no such group, one is
-    added for the step. Between steps the groups are as the trainer made them. So its checkpoints have the order that it
-    expects, and a resumed run gives the same bits, whether or not this class is used. Errors: InputError for anything
-    but a torch.optim.Optimizer.
+    added for the step. Between steps the groups are as the trainer made them, so the trainer's checkpoints have the
+    order of parameters that it expects, with or without this class, and a resumed run is bit-equal. Errors: InputError
+    for anything but a torch.optim.Optimizer.
     """
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
@@ -77,6 +76,7 @@ class Undecayed:
             handle.remove()
 
     def _part(self) -> None:
+        """Moves the gains to groups without weight decay."""
         self._join()  # a step before this one may have raised
         groups, gains = self._optimizer.param_groups, self._gains
         self._before = [(group, group["params"]) for group in groups]
@@ -92,6 +92,7 @@ class Undecayed:
                     undecayed["params"] = [*undecayed["params"], *own]
 
     def _join(self) -> None:
+        """Restores the trainer's groups, if the gains have been moved."""
         if self._before is not None:
             for group, params in self._before:
                 group["params"] = params
@@ -99,9 +100,13 @@ class Undecayed:
             self._before = None
 
 
-def _is_same_but_undecayed(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    mine = {"params", "param_names", "weight_decay"}
-    return one.get("weight_decay") == 0 and all(
-        key in mine or one.get(key) is value or (not isinstance(value, Tensor) and one.get(key) == value)
-        for key, value in other.items()
+def _is_same_but_undecayed(candidate: dict[str, Any], group: dict[str, Any]) -> bool:
+    """Returns True if `candidate` has no weight decay, and otherwise the same options as `group`. Tensors, such as a
+    learning rate on the device, are compared by identity, so that the host does not wait for the device."""
+    not_compared = {"params", "param_names", "weight_decay"}
+    return candidate.get("weight_decay") == 0 and all(
+        key in not_compared
+        or candidate.get(key) is value
+        or (not isinstance(value, Tensor) and candidate.get(key) == value)
+        for key, value in group.items()
     )

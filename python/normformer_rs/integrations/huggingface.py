@@ -18,15 +18,15 @@ class NormCallback(transformers.TrainerCallback):
     """Adds to Hugging Face's Trainer the steps that this package's norms and schemes need.
 
     * The first training batch profiles admin's gains, unless they have moved from 1 already (a resumed run).
-    * Gains and schemes' parameters are not decayed: within each step they are in the group without weight decay. The
-      Trainer itself sorts parameters by the names and classes of their modules.
+    * Gains and schemes' parameters are not decayed: during each step they are in the group without weight decay. The
+      Trainer itself decides by the names and classes of modules, and decays some of them.
     * Each log of a training loss gets `gain/NAME` of every norm's gain and scheme's parameter (a vector's mean), and
       `alpha/NAME` of branchnorm's α_t.
     * With `gradients=True` each such log also gets `gradient/NAME`: the Euclidean norm of each layer's gradient at the
       last step, after the Trainer's clipping. The Trainer's own `grad_norm` is measured before clipping.
 
-    `NormCallback.add_to(trainer)` puts one in front of the callbacks that report to TensorBoard, W&B and others.
-    `Trainer(callbacks=[NormCallback()])` puts it behind them: then the gains are only shown on the screen and in
+    `NormCallback.add_to(trainer)` puts the callback before those that report to TensorBoard, W&B and others.
+    `Trainer(callbacks=[NormCallback()])` puts it after them: then gains appear only on the screen and in
     `trainer.state.log_history`.
 
     Args:
@@ -88,7 +88,7 @@ class TrialCallback(transformers.TrainerCallback):
     """Reports a Trainer's losses to a trial of a `Study`, and ends the training when the trial is over.
 
     `Trainer(model=trial.apply(model), callbacks=[TrialCallback(trial)], …)`. Each log of a training loss is reported
-    with the number of its step, so that `logging_steps` is how finely the trial is seen; `eval_loss` is the trial's
+    with the number of its step, so `logging_steps` sets how often the trial gets a loss; `eval_loss` is the trial's
     validation loss. The Trainer's `logging_nan_inf_filter`, which would hide a loss that is not finite, is turned off.
 
     Errors: ImportError without transformers.

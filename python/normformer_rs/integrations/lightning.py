@@ -73,9 +73,8 @@ class NormCallback(pytorch.Callback):
 class TrialCallback(pytorch.Callback):
     """Reports a Trainer's losses to a trial of a `Study`, and ends the training when the trial is over.
 
-    `Trainer(callbacks=[TrialCallback(trial)], …)`. Every step's loss is reported, that of its last
-    batch; the metric called `monitor` is the
-    trial's validation loss.
+    `Trainer(callbacks=[TrialCallback(trial)], …)`. For every step the loss of its last batch is reported. The metric
+    with the name `monitor` is the trial's validation loss.
 
     Errors: ImportError without lightning.
     """

@@ -71,11 +71,11 @@ class History:
     layers: dict[str, NDArray[np.float64]] = dataclasses.field(default_factory=dict)
     """The values of `log_layers`: gradient/LAYER, the norm of each layer's gradient before clipping; gain/NAME, the
     mean of each gain before the update; and with `qk_clip` logit/ATTENTION.HEAD, the largest logit of each head in the
-    update's batches. Those of `log_statistics`, for the update's first batch before the
-    update: size/STACK.LAYER, the mean |x| of the residual stream (0: the stack's input); change/decoder, the mean
-    over tokens of ‖F(x; θ) − F(x; θ₀)‖₂ for the decoder's output; batch_distance/STACK.NORM.PART and
-    batch_gradient/STACK.NORM.PART, as in `analysis.Statistics`, PART being mean, variance or power. NaN marks an
-    update without them."""
+    update's batches. The values of `log_statistics`, measured on the update's first batch before the update:
+    size/STACK.LAYER, the mean |x| of the residual stream (0: the stack's input); change/decoder, the mean over tokens
+    of ‖F(x; θ) − F(x; θ₀)‖₂ for the decoder's output; batch_distance/STACK.NORM.PART and
+    batch_gradient/STACK.NORM.PART, as in `analysis.Statistics`; PART is mean, variance or power. NaN marks an update
+    for which a value was not logged."""
     parameters: int = 0
     output: Path = Path()
 
@@ -120,9 +120,9 @@ class History:
         Errors: ImportError without pandas.
         """
         pandas = require("pandas", "History.to_pandas")
-        parts = {**_arrays(self), **self.layers}, _arrays(self.evaluations)
-        updates, evaluated = (pandas.DataFrame(part).set_index("update") for part in parts)
-        return updates.join(evaluated.drop(columns="epoch").add_prefix("valid_"))
+        updates = pandas.DataFrame({**_arrays(self), **self.layers}).set_index("update")
+        evaluations = pandas.DataFrame(_arrays(self.evaluations)).set_index("update")
+        return updates.join(evaluations.drop(columns="epoch").add_prefix("valid_"))
 
     def _repr_html_(self) -> str:
         """Returns the evaluations as an HTML table, with the picture if matplotlib is installed."""
@@ -181,6 +181,7 @@ def histories(runs: "Sequence[str | PathLike[str] | History]", names: Sequence[s
 
 
 def _arrays(part: "History | Evaluations") -> dict[str, NDArray[Any]]:
+    """Returns the fields that are arrays, by name."""
     values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
     return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
 
@@ -257,6 +258,7 @@ _NUMBERS: dict[str, list[str]] = {
 
 
 def _is_event(event: Any) -> bool:
+    """Returns True if the fields that are read from the event have the types that the training loop writes."""
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         return False
     numbers = _NUMBERS.get(event["event"])
@@ -286,8 +288,10 @@ def _are_layers(layers: Any, statistics: Any) -> bool:
     none."""
     if not isinstance(layers, dict | None):
         return False
-    parts = [part for part in (statistics,) if part is not None] + list((layers or {}).values())
-    return all(isinstance(part, dict) and _are_numbers(part.values()) for part in parts)
+    tables = list((layers or {}).values())
+    if statistics is not None:
+        tables.append(statistics)
+    return all(isinstance(values, dict) and _are_numbers(values.values()) for values in tables)
 
 
 def _replay(events: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
@@ -300,9 +304,9 @@ def _replay(events: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], list[dict
         name = event["event"]
         if name == "started":
             started = event
-            for done in (updates, evaluations):
-                for update in [u for u in done if u > (event.get("update") or 0)]:
-                    del done[update]
+            resumed_from = event.get("update") or 0
+            updates = {update: logged for update, logged in updates.items() if update <= resumed_from}
+            evaluations = {update: logged for update, logged in evaluations.items() if update <= resumed_from}
         elif name == "updated":
             updates[event["update"]] = event
         elif name == "evaluated":
@@ -311,8 +315,8 @@ def _replay(events: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], list[dict
 
 
 def layer_values(event: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the values of an "updated" event by name: gradient/LAYER, gain/NAME, logit/ATTENTION.HEAD and its
-    statistics. The dictionary is empty if the event has none."""
+    """Returns the values that an "updated" event has for `History.layers`, by name: gradient/LAYER, gain/NAME,
+    logit/ATTENTION.HEAD and the statistics. The dictionary is empty if the event has none."""
     layers = event.get("layers") or {}
     values = {f"{kind}/{name}": value for kind in ("gradient", "gain", "logit")
               for name, value in layers.get(f"{kind}s", {}).items()}  # fmt: skip
@@ -321,6 +325,7 @@ def layer_values(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _layers(events: list[dict[str, Any]]) -> dict[str, NDArray[np.float64]]:
+    """Returns `History.layers` from the "updated" events."""
     logged = [layer_values(event) for event in events]
     names = {name for values in logged for name in values}
     cells, values_logged = len(names) * len(logged), sum(map(len, logged))
@@ -333,13 +338,13 @@ def _layers(events: list[dict[str, Any]]) -> dict[str, NDArray[np.float64]]:
 def _natural(name: str) -> list[tuple[int, str]]:
     """Returns a sort key that puts layer 2 before layer 10. Numbers are compared by length, then as text, because int()
     refuses the very long numbers that a forged log may have."""
-    parts = re.split(r"0*([0-9]+)", name)  # texts at even places, numbers at odd ones
-    return [(len(part), part) if place % 2 else (-1, part) for place, part in enumerate(parts)]
+    parts = re.split(r"0*([0-9]+)", name)  # texts at even indices, numbers at odd ones
+    return [(len(part), part) if i % 2 else (-1, part) for i, part in enumerate(parts)]
 
 
 def _columns(cls: type, events: list[dict[str, Any]]) -> dict[str, NDArray[Any]]:
     """Returns, for each array field of a class, the array of that field's values in the events."""
-    kinds: Mapping[str, tuple[Any, Any]] = {
+    types_and_defaults: Mapping[str, tuple[Any, Any]] = {
         "update": (np.int64, 0),
         "epoch": (np.int64, 0),
         "best": (np.bool_, False),
@@ -348,7 +353,7 @@ def _columns(cls: type, events: list[dict[str, Any]]) -> dict[str, NDArray[Any]]
     for field in dataclasses.fields(cls):
         if field.name in (*_NO_COLUMNS, "parameters"):
             continue
-        kind, missing = kinds.get(field.name, (np.float64, math.nan))
+        dtype, default = types_and_defaults.get(field.name, (np.float64, math.nan))
         values = [event.get(field.name) for event in events]
-        columns[field.name] = np.array([missing if value is None else value for value in values], dtype=kind)
+        columns[field.name] = np.array([default if value is None else value for value in values], dtype=dtype)
     return columns

@@ -113,19 +113,26 @@ class Transformer(Steered):
         self.told()
 
     def followed(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yields, for each stack or norm with a step counter t, one of its trained parameters and t, or one of the
-        model's if none of its own is trained: each optimizer step on the parameter adds one to t."""
+        """Yields (parameter, t) for each stack or norm with a step counter t: each optimizer step on the parameter adds
+        one to t. The parameter is a trained one of the stack or norm, or else of the whole model."""
         for part in self._growing():
-            own, others = first_trained(part.parameters()), first_trained(self.parameters())
-            owner = others if own is None else own
-            if owner is not None:
-                yield owner, part.t
+            own, of_model = first_trained(part.parameters()), first_trained(self.parameters())
+            parameter = of_model if own is None else own
+            if parameter is not None:
+                yield parameter, part.t
 
     def steering(self) -> Steering:
-        parts = [([*part.parameters()], part.t) for part in self._growing()]
-        return [(next((p for p in owners if p.dim() > 1), owners[0]), t) for owners, t in parts if owners]
+        """Returns (parameter, t) for each stack or norm with a step counter t. The parameter is its first matrix, or
+        else its first parameter."""
+        pairs = []
+        for part in self._growing():
+            parameters = list(part.parameters())
+            if parameters:
+                pairs.append((next((p for p in parameters if p.dim() > 1), parameters[0]), part.t))
+        return pairs
 
     def _growing(self) -> list[Any]:
+        """Returns the modules with a step counter t: stacks of growing schemes, and fading norms."""
         return [part for part in self.modules() if "t" in part._buffers]
 
     def _follow(self) -> None:
@@ -156,6 +163,7 @@ class Transformer(Steered):
         return _core.unit_dimensions(self._options, names, tensors)
 
     def _tensors(self) -> tuple[list[str], list[Tensor], str]:
+        """Returns the names and values of all parameters and buffers, and the precision of matrix products."""
         named = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
         names, tensors = list(named), list(named.values())
         return names, tensors, _precision(tensors[0].dtype) if self.precision == "f32" else self.precision

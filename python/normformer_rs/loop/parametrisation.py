@@ -63,29 +63,29 @@ def param_groups(
 
     mup has these without m_L, and leaves weight_decay unchanged; standard has no multipliers, and vectors do not decay.
 
-    u-mup has no base model, so lr is that of every size. In stacks of L layers matrices have lr/√(L·fan_in), vectors
-    lr/√L; embeddings have lr/√d, the output and the last norm lr. weight_decay is divided by the group's lr, so that
-    torch's product of the two is weight_decay at the highest rate; ε is divided by the ratio of the authors' scaled
-    gradient to the true one in a batch of one token (docs/spec.md §3.7).
+    u-mup has no base model: the same lr is used for models of every size. In stacks of L layers matrices have
+    lr/√(L·fan_in), vectors lr/√L; embeddings have lr/√d, the output and the last norm lr. weight_decay is divided by
+    the group's lr, so that torch's product of the two is weight_decay at the highest rate; ε is divided by the ratio of
+    the authors' scaled gradient to the true one in a batch of one token (docs/spec.md §3.7).
 
     A normformer_rs.Transformer has its own parametrisation and sizes, and so do the layers of `normformer_rs.nn`. In
-    any other model a block is a module in a ModuleList or Sequential whose modules are all of one class and hold
-    matrices. Its matrices are hidden-matrix, its vectors, norms and gains hidden-vector; a parameter of a single row is
-    a vector, unless a linear layer or a table holds it. Tables (nn.Embedding) are embedding, and so are matrices
-    outside blocks that lead into or out of the width (an output head, tied or not, position tables, a patch
-    projection); one of width × width there is a hidden-matrix with m_L = 1. Everything else is end.
+    any other model a block is a module in a ModuleList or Sequential whose modules are all of one class and have
+    matrices. Its matrices are hidden-matrix, its vectors, norms and gains hidden-vector; a parameter with a single row
+    is a vector, unless it belongs to a linear layer or an embedding table. Tables (nn.Embedding) are embedding, and so
+    are matrices outside blocks that map to or from the width (an output head, tied or not, position tables, a patch
+    projection); a width × width matrix outside blocks is a hidden-matrix with m_L = 1. Everything else is end.
 
     **Only half of a parametrisation.** If the model is not this package's, its author must also multiply initialisation
     and forward pass: std of hidden matrices × 1/√m_d, branches × m_L^(−α), logits × 1/m_d, attention scores 1/d_head.
     Without these the optimal rate does not carry over to other sizes.
 
-    **Muon.** With `optimizer="muon"` each group also says its `optimizer` and the `names` of its parameters: Muon takes
-    the matrices of blocks, Adam takes tables, the output, vectors and stacked experts. Muon's groups have no ε, because
-    `torch.optim.Muon` uses that name for another number. Under a parametrisation the rate of Muon's matrices depends on
-    `muon_scale`. With "spectral" (adjust_lr_fn="original") a step has the same spectral norm at all widths, and the
-    rate is lr·m_L^(α−1). With "rms" (adjust_lr_fn="match_rms_adamw") that norm grows with √m_d, and the rate is
-    lr·m_d^(−½)·m_L^(α−1). completep divides the decay by the rate's factor of the width, so that lr·weight_decay does
-    not depend on the width.
+    **Muon.** With `optimizer="muon"` each group also has the keys `optimizer` and `names`, the names of its parameters.
+    Muon trains the matrices of blocks; Adam trains tables, the output, vectors and stacked experts. Muon's groups have
+    no ε, because `torch.optim.Muon` uses that name for another number. Under a parametrisation the rate of Muon's
+    matrices depends on `muon_scale`. With "spectral" (adjust_lr_fn="original") a step has the same spectral norm at all
+    widths, and the rate is lr·m_L^(α−1). With "rms" (adjust_lr_fn="match_rms_adamw") that norm grows with √m_d, and the
+    rate is lr·m_d^(−½)·m_L^(α−1). completep divides the decay by the factor that the rate gets for the width, so that
+    lr·weight_decay does not depend on the width.
 
     >>> from torch import nn, optim
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
@@ -135,25 +135,25 @@ def param_groups(
     for place in places:
         layers = place.layers if depth is None else depth
         sums_over = place.sums_over if name != "standard" else "nothing"
-        depends = place.role.startswith("hidden") or sums_over == "depth"
-        m_L = layers / base_depth if base_depth is not None and place.layers > 0 and depends else 1.0
-        is_matrix = place.role == "hidden-matrix" and place.layers > 0 and place.parameter.dim() == 2
-        is_adams = optimizer == "adam" or not is_matrix
-        key = ROLES.index(place.role), sums_over, m_L, is_adams
+        is_scaled_by_depth = place.role.startswith("hidden") or sums_over == "depth"
+        m_L = layers / base_depth if base_depth is not None and place.layers > 0 and is_scaled_by_depth else 1.0
+        is_block_matrix = place.role == "hidden-matrix" and place.layers > 0 and place.parameter.dim() == 2
+        uses_adam = optimizer == "adam" or not is_block_matrix
+        key = ROLES.index(place.role), sums_over, m_L, uses_adam
         if key not in groups:
-            constant = "entries" if is_adams else step_size
-            times = _core.multipliers(name, place.role, m_d, m_L, alpha, sums_over, constant)
+            constant_measure = "entries" if uses_adam else step_size
+            factors = _core.multipliers(name, place.role, m_d, m_L, alpha, sums_over, constant_measure)
             decay = weight_decay if place.role in MATRICES else 0.0
             groups[key] = {
                 "params": [],
                 "role": place.role,
-                "lr": lr * times["lr"],
-                "weight_decay": decay * times["weight_decay"],
-                "eps": eps * times["eps"],
+                "lr": lr * factors["lr"],
+                "weight_decay": decay * factors["weight_decay"],
+                "eps": eps * factors["eps"],
             }
             if optimizer == "muon":
-                groups[key] |= {"optimizer": "adam" if is_adams else "muon", "names": []}
-            if not is_adams:
+                groups[key] |= {"optimizer": "adam" if uses_adam else "muon", "names": []}
+            if not uses_adam:
                 del groups[key]["eps"]
         groups[key]["params"].append(place.parameter)
         if optimizer == "muon":
@@ -162,7 +162,7 @@ def param_groups(
 
 
 def _step_size(optimizer: str, muon_scale: str | None, parametrisation: str) -> str:
-    """Returns which measure of a step of Muon is the same at all widths, by its name in the core's `StepSize`."""
+    """Returns the measure of a Muon step that is the same at all widths, by its name in Rust's `StepSize`."""
     sizes = {"spectral": "spectral-norm", "rms": "orthogonal"}
     if muon_scale is not None and muon_scale not in sizes:
         raise InputError(unknown("muon_scale", muon_scale, [*sizes]))
@@ -193,10 +193,12 @@ def _unit_groups(
     groups: dict[tuple[int, float, float], dict[str, Any]] = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            role, (rate, decay, of_eps) = parts[name][0], multipliers[name]
-            decays = weight_decay / lr if role in MATRICES and lr else 0.0
-            values = {"lr": lr * rate, "weight_decay": decays * decay, "eps": eps * of_eps}
-            group = groups.setdefault((ROLES.index(role), rate, of_eps), {"params": [], "role": role, **values})
+            role, (lr_factor, decay_factor, eps_factor) = parts[name][0], multipliers[name]
+            # The decay is divided by lr, because torch multiplies it by the group's lr.
+            decay = weight_decay / lr if role in MATRICES and lr else 0.0
+            values = {"lr": lr * lr_factor, "weight_decay": decay * decay_factor, "eps": eps * eps_factor}
+            key = ROLES.index(role), lr_factor, eps_factor
+            group = groups.setdefault(key, {"params": [], "role": role, **values})
             group["params"].append(p)
     return [groups[key] for key in sorted(groups)]
 
@@ -282,14 +284,14 @@ def _places(model: nn.Module, needs_blocks: bool, width: int | None) -> Iterator
 
 
 def _layers_of(blocks: dict[str, int], path: str) -> int:
-    """Returns the number of layers of the stack that contains the module, or else of a stack below its nearest parent
-    that has one: in swapped models a module of this package may stand beside the stack."""
-    inside = next((layers for block, layers in blocks.items() if f"{path}.".startswith(f"{block}.")), 0)
-    while not inside and path:
+    """Returns the number of layers of the stack that contains the module. In swapped models a module of this package
+    may be outside the stack: then the stack is one below the module's nearest parent that contains a stack."""
+    depth = next((layers for block, layers in blocks.items() if f"{path}.".startswith(f"{block}.")), 0)
+    while not depth and path:
         path = path.rpartition(".")[0]
-        beside = f"{path}." if path else ""
-        inside = next((layers for block, layers in blocks.items() if block.startswith(beside)), 0)
-    return inside
+        prefix = f"{path}." if path else ""
+        depth = next((layers for block, layers in blocks.items() if block.startswith(prefix)), 0)
+    return depth
 
 
 def _role(
@@ -357,16 +359,16 @@ def _find_width(model: nn.Module, given: int | None) -> int | None:
     config, of torch's Transformer layers or of the embeddings. Returns None if none is found, or if several differ."""
     if given is not None:
         return given
-    own = [module.place.config.d_model for module in model.modules() if isinstance(module, Layer)]
-    if own:
-        return own[0]
+    own_widths = [module.place.config.d_model for module in model.modules() if isinstance(module, Layer)]
+    if own_widths:
+        return own_widths[0]
     config = getattr(model, "config", None)
-    named = (getattr(config, name, None) for name in _WIDTHS)
-    said = next((width for width in named if isinstance(width, int)), None)
-    if said is not None:
-        return said
-    torchs = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-    layers = [module.self_attn.embed_dim for module in model.modules() if isinstance(module, torchs)]
-    tables_ = [module.embedding_dim for module in model.modules() if isinstance(module, nn.Embedding)]
-    widths = Counter(layers or tables_)
+    config_values = (getattr(config, name, None) for name in _WIDTHS)
+    config_width = next((value for value in config_values if isinstance(value, int)), None)
+    if config_width is not None:
+        return config_width
+    torch_layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    layer_widths = [module.self_attn.embed_dim for module in model.modules() if isinstance(module, torch_layers)]
+    embedding_widths = [module.embedding_dim for module in model.modules() if isinstance(module, nn.Embedding)]
+    widths = Counter(layer_widths or embedding_widths)
     return next(iter(widths)) if len(widths) == 1 else None

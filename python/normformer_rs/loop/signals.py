@@ -16,27 +16,29 @@ class _Stops:
     raises KeyboardInterrupt."""
 
     def __init__(self, outside: int) -> None:
-        self.heard = 0
+        self.count = 0
+        """The number of signals that have arrived."""
         self.held = 0
-        self.wish: str | None = None
-        """The name of the last signal that counted, None before the first. It is kept, because some code may swallow
-        the exception that the handler raises."""
+        """The number of `held` blocks that are running. While it is positive, the first signal raises nothing."""
+        self.requested_by: str | None = None
+        """The name of the last signal that was not ignored, None before the first. It is stored, because some code may
+        swallow the exception that the handler raises."""
         self.outside = outside
         """The number of the outermost stack frames that do not belong to the block of `as_ctrl_c`."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.heard += 1
-        if self.heard == 2:  # a launcher's repetition of the first signal
+        self.count += 1
+        if self.count == 2:  # a launcher's repetition of the first signal
             return
-        self.wish = signal.Signals(number).name
-        if self.heard == 1:
+        self.requested_by = signal.Signals(number).name
+        if self.count == 1:
             if self.held:  # `ask` raises the exception later
                 return
             importer = _importer(frame, self.outside)
             if importer is not None:
                 _ask_after(importer)
                 return
-        raise KeyboardInterrupt(self.wish)
+        raise KeyboardInterrupt(self.requested_by)
 
 
 _stops: _Stops | None = None
@@ -63,15 +65,16 @@ def as_ctrl_c(ends_process: bool = False) -> Iterator[None]:
         yield
         return
     stops = _stops = _Stops(len(_frames(sys._getframe())) - 3)  # without this frame, contextlib's, and the caller's
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    before = {number: b for number, b in before.items() if b in (signal.SIG_DFL, signal.default_int_handler)}
-    for number in before:
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    defaults = (signal.SIG_DFL, signal.default_int_handler)
+    replaced = {number: handler for number, handler in handlers.items() if handler in defaults}
+    for number in replaced:
         signal.signal(number, stops)
     try:
         yield
     finally:
         if not ends_process:
-            for number, handler in before.items():
+            for number, handler in replaced.items():
                 if signal.getsignal(number) is stops:  # a handler that was set inside the block stays
                     signal.signal(number, handler)
             _stops = None
@@ -79,15 +82,15 @@ def as_ctrl_c(ends_process: bool = False) -> Iterator[None]:
 
 def ask() -> None:
     """Raises KeyboardInterrupt if a signal has come since `as_ctrl_c` began, even if its exception was swallowed."""
-    if _stops is not None and _stops.wish is not None and _is_main():
-        raise KeyboardInterrupt(_stops.wish)
+    if _stops is not None and _stops.requested_by is not None and _is_main():
+        raise KeyboardInterrupt(_stops.requested_by)
 
 
 def first_signal() -> signal.Signals:
     """Returns the signal that came inside `as_ctrl_c`. Returns SIGINT if none came, for example because the run stops
     at the request of another rank."""
-    wish = _stops.wish if _stops is not None else None
-    return signal.SIGINT if wish is None else signal.Signals[wish]
+    name = _stops.requested_by if _stops is not None else None
+    return signal.SIGINT if name is None else signal.Signals[name]
 
 
 @contextlib.contextmanager
@@ -147,13 +150,13 @@ def _importer(frame: FrameType | None, outside: int) -> FrameType | None:
 
 def _ask_after(frame: FrameType) -> None:
     """Calls `ask` as soon as the frame itself continues, by setting its trace function. Python calls a frame's trace
-    function only while `sys.settrace` has set some function, so one that does nothing is set."""
+    function only while `sys.settrace` has set some function, so a function that does nothing is set."""
     before = sys.gettrace()
 
-    def asks(*_: Any) -> None:
+    def ask_once(*_: Any) -> None:
         frame.f_trace = None
         sys.settrace(before)
         ask()
 
-    frame.f_trace = asks
+    frame.f_trace = ask_once
     sys.settrace(lambda *_: None)

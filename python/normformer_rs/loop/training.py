@@ -93,23 +93,27 @@ class Trainer:
         Errors: InputError if the run needs more even when it recomputes activations; the message says which
         `max_tokens` would fit.
         """
-        fixed = saved = 0
+        fixed = activations = 0
         for checkpointing in sorted({self.training.activation_checkpointing, True}):
             training = self.training.replace(activation_checkpointing=checkpointing)
-            chosen = Trainer(self.model, training, self.data)
-            chosen.chosen = self.chosen
-            needs = chosen.dry_run()
+            trainer = Trainer(self.model, training, self.data)
+            trainer.chosen = self.chosen
+            needs = trainer.dry_run()
             if needs.training_bytes <= memory:
                 if checkpointing and not self.training.activation_checkpointing:
                     logger.info("activations are recomputed: training needs about %s so", size(needs.training_bytes))
-                return chosen
-            fixed, saved = needs.training_bytes - needs.activation_bytes, needs.activation_bytes
-        said = f"training needs about {size(fixed + saved)} with activation_checkpointing, memory is {size(memory)}"
+                return trainer
+            fixed, activations = needs.training_bytes - needs.activation_bytes, needs.activation_bytes
+        total = size(fixed + activations)
+        problem = f"training needs about {total} with activation_checkpointing, memory is {size(memory)}"
         if fixed >= memory:
-            raise InputError(f"{said}; parameters, gradients and moments alone are {size(fixed)}: take a smaller model")
-        fits = int(self.training.max_tokens * (memory - fixed) / saved)
+            raise InputError(
+                f"{problem}; parameters, gradients and moments alone are {size(fixed)}: take a smaller model"
+            )
+        # The activations' memory is taken as proportional to max_tokens.
+        fits = int(self.training.max_tokens * (memory - fixed) / activations)
         raise InputError(
-            f"{said}: max_tokens of about {fits} would fit; accumulate makes an update of several such batches"
+            f"{problem}: max_tokens of about {fits} would fit; accumulate makes an update of several such batches"
         )
 
     def fit(
@@ -133,9 +137,9 @@ class Trainer:
                 newest whole one before it, with a warning.
             from_checkpoint: with `resume`, the checkpoint to continue from: "best", "last", its name, or its update.
             init_from: begin a new run with the weights of another run's best checkpoint, or of another one,
-                "RUN:CHECKPOINT" ("average", "last", an update): trained, averaged or converted. Rows of tables go over
-                by their types, and types that the other run does not have keep their drawn rows, with a warning. The
-                model must have the same parameters; options that differ otherwise are named in a warning.
+                "RUN:CHECKPOINT" ("average", "last", an update): trained, averaged or converted. Rows of tables are
+                copied by vocabulary entry; entries that the other run does not have keep their initial values, with a
+                warning. The model must have the same parameters; a warning names other options that differ.
             overwrite: start again if `output` holds a run.
             progress: a bar in a terminal or, if ipywidgets is installed, in a notebook; elsewhere a line every ten
                 seconds; both on standard error.
@@ -156,9 +160,9 @@ class Trainer:
         Evaluations and warnings (of omitted sentences, of refused statistics) go to the logger "normformer_rs" and into
         log.jsonl.
 
-        `output` has one writer at a time; a second run there is refused. After a kill, call again with `resume`; if
-        config.json was not written yet, repeat the same call. checksums.txt tells whether the files that decide the
-        weights are whole.
+        Only one run at a time may write to `output`; a second one is refused. If the process was killed, call again
+        with `resume`; if config.json was not written yet, repeat the same call. checksums.txt shows whether the files
+        that determine the weights are undamaged.
 
         Errors: InputError for wrong options or data, a folder in use, damaged files; DivergedError when the loss stops
         being finite; Interrupted after Ctrl-C, SIGTERM or SIGHUP, when everything is saved; OSError from the file
@@ -181,10 +185,10 @@ class Trainer:
         if is_first:
             writes = tensorboard and available("tensorboard")
             observer = _Observer(Path(output), choose(progress), writes, [self._started, *callbacks])
-        own = using(*own_norms(self.model.asdict()))
-        with as_ctrl_c(), held(), contextlib.closing(observer), _own_modes(), own:
-            begins = None if init_from is None else readable("init_from", str(init_from))
-            _core.train(*self._json(), folder, mode, place, observer, from_checkpoint=chosen, init_from=begins)
+        norms = using(*own_norms(self.model.asdict()))
+        with as_ctrl_c(), held(), contextlib.closing(observer), _own_modes(), norms:
+            initial = None if init_from is None else readable("init_from", str(init_from))
+            _core.train(*self._json(), folder, mode, place, observer, from_checkpoint=chosen, init_from=initial)
         history = History.read(output)
         if is_first and curves and len(history.update) and available("matplotlib"):
             picture = Path(output) / CURVES
@@ -195,14 +199,17 @@ class Trainer:
         return history
 
     def _started(self, name: str, event: Mapping[str, Any]) -> None:
+        """Logs the warnings about options when the run has started; it is a callback of `fit`."""
         if name == "started":
             self.warn(event["parameters"])
 
     def _json(self) -> tuple[str, str, str]:
-        more = sorted(Path(self.data.data_bin).glob("train1.*idx")) if self.data.data_bin else []
-        if more:
+        """Returns the options of model, training and data as JSON. Errors: InputError for a `data_bin` with several
+        shards of training data."""
+        shards = sorted(Path(self.data.data_bin).glob("train1.*idx")) if self.data.data_bin else []
+        if shards:
             raise InputError(
-                f"{more[0]}: fairseq reads train, train1, … as one; this loop reads train alone: preprocess the text "
+                f"{shards[0]}: fairseq reads train, train1, … as one; this loop reads train alone: preprocess the text "
                 "into a single train"
             )
         return self.model.to_json(), self.training.to_json(), self.data.to_json()

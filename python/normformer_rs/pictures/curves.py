@@ -162,10 +162,11 @@ def _evaluated(axis: Any, runs: "Sequence[History]", names: Sequence[str], field
         if not measured.any():
             continue
         update, values = run.evaluations.update[measured], values[measured]
-        at = best(values)
+        best_index = best(values)
         axis.plot(update, values, "o-", color=colour if len(runs) > 1 else _VALID, markersize=3, linewidth=1.3)
         if len(runs) == 1:
-            axis.plot(update[at], values[at], "o", color=_BEST, markersize=6, label=f"best {values[at]:{form}}")
+            label = f"best {values[best_index]:{form}}"
+            axis.plot(update[best_index], values[best_index], "o", color=_BEST, markersize=6, label=label)
             axis.legend(frameon=False, fontsize=8)
     if len(runs) > 1:
         name_ends(axis, [(_last(getattr(r.evaluations, field)), name, c) for r, name, c in zip(runs, names, COLOURS)])
@@ -214,11 +215,12 @@ def _lines(axis: Any, runs: "Sequence[History]", names: Sequence[str], values: S
     if len(runs) == 1:
         axis.plot(runs[0].update, values[0], color=_LINE, linewidth=1.0)
         return
-    alike: dict[bytes, list[int]] = {}
+    # Runs with the same values, such as learning rates, share one line.
+    runs_by_values: dict[bytes, list[int]] = {}
     for index, numbers in enumerate(values):
-        alike.setdefault(numbers.tobytes(), []).append(index)
+        runs_by_values.setdefault(numbers.tobytes(), []).append(index)
     ends = []
-    for indices in alike.values():
+    for indices in runs_by_values.values():
         first, colour = indices[0], COLOURS[indices[0]] if len(indices) == 1 else _LINE
         axis.plot(runs[first].update, values[first], color=colour, linewidth=1.1, alpha=0.85)
         several = "all" if len(indices) == len(runs) else f"{len(indices)} runs"
@@ -255,11 +257,18 @@ def name_ends(axis: Any, ends: Sequence[tuple[float, str, str]]) -> None:
         return float((value - lower) / (upper - lower))
 
     marked = sorted((height(value), name, colour) for value, name, colour in ends if np.isfinite(value))
-    for (y, name, colour), at in zip(marked, spread([y for y, *_ in marked])):
-        joint = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
+    for (y, name, colour), name_y in zip(marked, spread([y for y, *_ in marked])):
+        connection = {
+            "arrowstyle": "-",
+            "color": colour,
+            "linewidth": 0.6,
+            "shrinkA": 0,
+            "shrinkB": 0,
+            "relpos": (0, 0.5),
+        }
         axis.annotate(
-            name, (1, y), (1.035, at), xycoords="axes fraction", textcoords="axes fraction", color=colour, fontsize=7.5,
-            va="center", ha="left", annotation_clip=False, arrowprops=joint,
+            name, (1, y), (1.035, name_y), xycoords="axes fraction", textcoords="axes fraction", color=colour,
+            fontsize=7.5, va="center", ha="left", annotation_clip=False, arrowprops=connection,
         )  # fmt: skip
 
 

@@ -43,10 +43,10 @@ def gradient_norms(series: Mapping[str, Series], title: str) -> Any:
 def gains(series: Mapping[str, Series], title: str) -> Any:
     """Returns a figure of ScaleNorm's g by layer: norms of attention on the left, of feed-forward sublayers and the
     last norm on the right. Each run has its own line style."""
-    places = {name.removeprefix("gain-"): found for name, found in series.items() if name.startswith("gain-")}
+    places = {name.removeprefix("gain-"): runs for name, runs in series.items() if name.startswith("gain-")}
     shades = dict(zip(("encoder-attention", "decoder-attention", "decoder-encoder"), COLOURS))
     shades |= dict(zip(("encoder-feed-forward", "decoder-feed-forward"), COLOURS))
-    keys = list(dict.fromkeys(key for found in places.values() for key in found))
+    keys = list(dict.fromkeys(key for runs in places.values() for key in runs))
     styles = dict(zip(keys, itertools.cycle(("-", "--", ":"))))
     figure = new_figure(8.6, 3.4)
     left, right = figure.subplots(1, 2, sharey=True)
@@ -214,10 +214,10 @@ def heading(figure: Any, title: str, names: Sequence[tuple[str, str]]) -> None:
     widths = [0.105 * len(name) + 0.35 for name, _ in names]  # inches
     fits = 0.0925 * len(title) + sum(widths) - 0.35 < figure.get_figwidth()
     figure.suptitle(title if fits else f"{title}\n", fontsize=11, x=0.01, ha="left", weight="bold", color=INK)
-    at, top = 0.995, 0.992 if fits else 0.992 - 0.2 / figure.get_figheight()
+    right, top = 0.995, 0.992 if fits else 0.992 - 0.2 / figure.get_figheight()
     for (name, shade), width in zip(reversed(names), reversed(widths)):
-        figure.text(at, top, f"●  {name}", color=shade, fontsize=9.5, ha="right", va="top", weight="bold")
-        at -= width / figure.get_figwidth()
+        figure.text(right, top, f"●  {name}", color=shade, fontsize=9.5, ha="right", va="top", weight="bold")
+        right -= width / figure.get_figwidth()
 
 
 def save(figure: Any, path: Path) -> Path:

@@ -114,28 +114,29 @@ def run(
         print("\n".join(plan(entry, scale, data, seeds) for entry in entries))
     if dry_run:
         return
-    how: dict[str, Any] = {"data": data, "device": device, "progress": progress}
-    kept = [Results(entry, scale, results or output / scale, seeds) for entry in entries]
+    settings: dict[str, Any] = {"data": data, "device": device, "progress": progress}
+    all_results = [Results(entry, scale, results or output / scale, seeds) for entry in entries]
     if recompute:
-        _recompute(kept, data)
+        _recompute(all_results, data)
         return
     if train:
-        _check_data(entries, scale, data, kept)
-    for entry, found in zip(entries, kept):
+        _check_data(entries, scale, data, all_results)
+    for entry, of_entry in zip(entries, all_results):
         if train:
             with quiet(scale == "check"):
-                if elsewhere := measure(found.wanted, entry.scales[scale], found, _runs(output / scale / "runs", how)):
-                    write(f"{found.stem}: {len(elsewhere)} rows are another process's")
-        _show(entry, scale, found, write_to)
+                runs = _runs(output / scale / "runs", settings)
+                if elsewhere := measure(of_entry.wanted, entry.scales[scale], of_entry, runs):
+                    write(f"{of_entry.stem}: {len(elsewhere)} rows are another process's")
+        _show(entry, scale, of_entry, write_to)
 
 
-def _check_data(entries: Sequence[Reproduction], scale: str, data: Path, kept: Sequence[Results]) -> None:
+def _check_data(entries: Sequence[Reproduction], scale: str, data: Path, all_results: Sequence[Results]) -> None:
     """Checks that the texts of the rows that are still to be measured exist. Errors: UsageError if one is missing."""
-    wanted = {row.corpus: entry.name for entry, found in zip(entries, kept)
-              for row in found.wanted if found.find(row) is None}  # fmt: skip
-    for name, files in missing(wanted, data).items():  # the error is about the first corpus that lacks files
+    readers = {row.corpus: entry.name for entry, results in zip(entries, all_results)
+               for row in results.wanted if results.find(row) is None}  # fmt: skip
+    for name, files in missing(readers, data).items():  # the error is about the first corpus that lacks files
         raise UsageError(
-            f"reproduce {wanted[name]} --scale {scale} needs {len(files)} files that {data} lacks (plain or .gz): "
+            f"reproduce {readers[name]} --scale {scale} needs {len(files)} files that {data} lacks (plain or .gz): "
             f"{', '.join(files)}",
             f"{CORPORA[name].title}: {CORPORA[name].origin}. --data DIR says where they are",
         )
@@ -162,23 +163,23 @@ def _runs(folder: Path, how: dict[str, Any]) -> "Runs":
 
 
 def measure(rows: Sequence[Row], scale: Scale, results: Results, runs: "Runs", ends: float = math.inf) -> list[Row]:
-    """Trains and measures the rows that the table lacks. Returns the rows that are left, because another process makes
-    their runs, or because they would begin after `ends`, a time of `time.monotonic`."""
-    elsewhere = []
+    """Trains and measures the rows that the table lacks. Returns the rows that it has not measured, because another
+    process makes their runs, or because they would begin after `ends`, a time of `time.monotonic`."""
+    left = []
     for number, row in enumerate(rows, 1):
         results.read()
         if results.find(row) is not None:
             continue
         if time.monotonic() >= ends:
-            elsewhere.append(row)
+            left.append(row)
             continue
         with runs.claim(row) as is_ours:
             if is_ours:
                 write(f"{results.stem}: {_named(row)} ({number} of {len(rows)})")
                 _measure_row(scale, results, row, runs)
             else:
-                elsewhere.append(row)
-    return elsewhere
+                left.append(row)
+    return left
 
 
 def _named(row: Row) -> str:
@@ -186,30 +187,31 @@ def _named(row: Row) -> str:
 
 
 def _measure_row(scale: Scale, results: Results, row: Row, runs: "Runs") -> None:
+    """Trains the row's run, if that is not done yet, measures it, and adds the row to the table."""
     from .measures import MEASURES
 
     done = runs.run(row)
-    found = [MEASURES[name](runs, done, scale) for name in scale.shown.measures]
+    measured = [MEASURES[name](runs, done, scale) for name in scale.shown.measures]
     if scale.shown.compared:
-        found.append(_p_value(scale, row, done, runs))
-    columns = {name: value for measured in found for name, value in measured.columns.items()}
-    series = {name: numbers for measured in found for name, numbers in measured.series.items()}
-    results.add(row, {**columns, **done.verdict, **made_by()}, series, _kept(scale, done, found, results))
+        measured.append(_p_value(scale, row, done, runs))
+    columns = {name: value for measurement in measured for name, value in measurement.columns.items()}
+    series = {name: numbers for measurement in measured for name, numbers in measurement.series.items()}
+    results.add(row, {**columns, **done.verdict, **made_by()}, series, _kept(scale, done, measured, results))
 
 
-def _kept(scale: Scale, done: "Run", found: Sequence["Measured"], results: Results) -> "Kept | None":
-    """Returns the data from which the row's figures can be recomputed later; None if the table keeps none, or if no
-    figure of the scale can be recomputed."""
+def _kept(scale: Scale, done: "Run", measured: Sequence["Measured"], results: Results) -> "Kept | None":
+    """Returns the data from which the row's figures can be recomputed later; None if the table stores no such data, or
+    if no figure of the scale can be recomputed."""
     from .kept import Kept, about
     from .made import is_kept
-    from .measures import told
+    from .measures import kept_of_log
 
     if not results.keeps or not is_kept(scale.shown.measures):
         return None
-    kept = about(done.row, scale) | told(done)
-    for measured in found:
-        kept |= measured.kept
-    return Kept(kept, [line for measured in found for line in measured.translations])
+    content = about(done.row, scale) | kept_of_log(done)
+    for measurement in measured:
+        content |= measurement.kept
+    return Kept(content, [line for measurement in measured for line in measurement.translations])
 
 
 def _p_value(scale: Scale, row: Row, done: "Run", runs: "Runs") -> "Measured":

@@ -46,7 +46,7 @@ _CELLS = (
 
 
 def _row(residual: str, norm: str, init: str, lr: float, options: Options, corpus: str) -> Row:
-    """Returns a row, with the options for the length of the run that some schemes and norms need."""
+    """Returns a row, with the durations that some schemes and norms need, as parts of the run's length."""
     own: Options = {"residual": residual, "norm": norm, "init": init, "lr": lr}
     if residual == "branchnorm":
         own["branchnorm_steps"] = options["updates"] // 5
@@ -54,7 +54,7 @@ def _row(residual: str, norm: str, init: str, lr: float, options: Options, corpu
         own["prores_steps"] = max(1, options["updates"] // (2 * options["decoder_layers"]))
     if norm == "powernorm":
         own["powernorm_warmup"] = options["warmup"]
-    if norm == "prepbn":  # evaluation uses what it fades to
+    if norm == "prepbn":  # it fades to repbn, which evaluation uses, so the fade must end within the run
         own["prepbn_steps"] = options["updates"] // 2
     name = residual if norm == "layernorm" else f"{residual}, {norm}"
     return Row({"name": name, "init": init, "lr": str(lr)}, {**options, **own}, corpus)

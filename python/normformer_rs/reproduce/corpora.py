@@ -40,6 +40,7 @@ class Corpus(NamedTuple):
 
 
 def _demo(_: Files, folder: Path) -> Files:
+    """Writes the first pairs of the demo's corpus, for scale check."""
     corpus = demo.corpus()
     parts = {part: getattr(corpus, part)[:size] for part, size in _DEMO.items()}
     demo.write_corpus(folder, demo.Corpus(**parts))
@@ -48,6 +49,7 @@ def _demo(_: Files, folder: Path) -> Files:
 
 
 def _numbers(_: Files, folder: Path) -> Files:
+    """Writes the demo's whole corpus."""
     demo.write_corpus(folder)
     return {f"{part}_{side}": folder / f"{part}.{language}" for part in _DEMO
             for side, language in (("source", "en"), ("target", "vi"))}  # fmt: skip
@@ -60,10 +62,10 @@ def _demo_words(files: Files, folder: Path) -> Files:
 def _last_tenth_held_out(files: Files, folder: Path) -> Files:
     lines = [line for line in text.read_lines(str(files["text"])) if line.strip()]
     cut = len(lines) * 9 // 10
-    made = {"train_target": folder / "train.txt", "valid_target": folder / "valid.txt"}
-    for path, part in zip(made.values(), (lines[:cut], lines[cut:])):
+    files_made = {"train_target": folder / "train.txt", "valid_target": folder / "valid.txt"}
+    for path, part in zip(files_made.values(), (lines[:cut], lines[cut:])):
         text.write_lines(str(path), part)
-    return made
+    return files_made
 
 
 def _pair(folder: str, source: str, target: str, valid: str = "valid", test: str = "test") -> dict[str, str]:

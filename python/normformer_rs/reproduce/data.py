@@ -20,14 +20,14 @@ def parser() -> Command:
         entries = [f"{name}: {release.about}. Fetch {'; '.join(release.fetch)}."
                    for name, release in releases.RELEASES.items()]  # fmt: skip
         parser.epilog = "\n".join(["names:", *entries])
-        parser.add_argument("name", metavar="NAME", nargs="?", help="Listed below; without one: what --data has.")
+        parser.add_argument("name", metavar="NAME", nargs="?", help="Listed below. Without it: list what --data has.")
         raw = "Folder below which the release lies, unpacked. Default: raw."
         parser.add_argument("--raw", metavar="DIR", default="raw", help=raw)
         parser.add_argument("--data", metavar="DIR", default="data", help="Folder of the corpora. Default: data.")
         workers = "Processes that tokenise. Default: one for each core."
         parser.add_argument("--workers", metavar="N", type=int, default=os.cpu_count() or 1, help=workers)
 
-    return "Make the corpora of `reproduce` out of their publishers' files.", _run, add
+    return "Make the corpora of `reproduce` from their publishers' files.", _run, add
 
 
 def _run(args: argparse.Namespace) -> None:

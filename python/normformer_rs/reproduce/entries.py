@@ -25,32 +25,34 @@ _OF_SCALES = (*Scale._fields, "outer", "options", "where", "corpus", "search", "
 
 
 def _merged(first: Table, *others: Table) -> dict[str, Any]:
-    """Returns one table with the names of all. If several have a name, the last one's value counts; values that are
-    tables are merged themselves. A `shown` with a `base` replaces the one before."""
-    found = dict(first)
+    """Returns one table with the names of all tables. If several tables have a name, the last value counts; values that
+    are tables are merged in the same way. A `shown` with a `base` is not merged: it replaces the earlier one."""
+    merged = dict(first)
     for name, value in itertools.chain.from_iterable(table.items() for table in others):
-        is_added = isinstance(value, dict) and isinstance(found.get(name), dict)
-        is_new = name == "shown" and "base" in value
-        found[name] = _merged(found[name], value) if is_added and not is_new else value
-    return found
+        are_tables = isinstance(value, dict) and isinstance(merged.get(name), dict)
+        replaces = name == "shown" and "base" in value
+        merged[name] = _merged(merged[name], value) if are_tables and not replaces else value
+    return merged
 
 
 def _like(table: Table, tables: Table) -> dict[str, Any]:
     """Returns the table merged into the one that its field `like` names, which may have a `like` itself."""
-    return _merged(_like(tables[table["like"]], tables), table) if "like" in table else dict(table)
+    if "like" not in table:
+        return dict(table)
+    return _merged(_like(tables[table["like"]], tables), table)
 
 
 def _added(before: Options, *tables: Table) -> Options:
-    """Returns the options `before`, overridden by those of each table in turn. The bases that a table names come before
-    its own options. The value "" removes an option."""
-    found = dict(before)
+    """Returns the options `before`, overridden by those of each table in turn. A table's own options override those of
+    the bases that it names. The value "" removes an option."""
+    options = dict(before)
     for table in tables:
         for name in table.get("base", ()):
-            found = _added(found, _BASES[name] if name in _BASES else PRESETS[name].options)
-        found |= {name: value for name, value in table.items() if name not in ("base", "layers")}
+            options = _added(options, _BASES[name] if name in _BASES else PRESETS[name].options)
+        options |= {name: value for name, value in table.items() if name not in ("base", "layers")}
         if "layers" in table:
-            found |= {"encoder_layers": table["layers"], "decoder_layers": table["layers"]}
-    return {name: value for name, value in found.items() if value != ""}
+            options |= {"encoder_layers": table["layers"], "decoder_layers": table["layers"]}
+    return {name: value for name, value in options.items() if value != ""}
 
 
 def base(name: str) -> Options:
@@ -60,41 +62,47 @@ def base(name: str) -> Options:
 
 def _values(column: str, values: Any, figures: Table) -> list[tuple[str, Table]]:
     """Returns the values of a column of keys, each with the options that it stands for."""
-    known = _VALUES.get(column, {})
+    options_of = _VALUES.get(column, {})
     if isinstance(values, dict):
         return [(name, own if isinstance(own, dict) else {column: own}) for name, own in values.items()]
     if values == "figures":
         values = [name for name in figures if name not in _OF_FIGURES]
-    return [(str(value), known.get(str(value), {column: value})) for value in (known if values == "all" else values)]
+    elif values == "all":
+        values = options_of
+    # A value without options in [values.COLUMN] is the value of the option that has the column's name.
+    return [(str(value), options_of.get(str(value), {column: value})) for value in values]
 
 
 def _published(figures: Table, key: dict[str, str]) -> dict[str, str]:
     """Returns the paper's figures for the run with this key, by the heading of their column."""
     if not figures:
         return {}
-    found: Any = figures
-    for name in key.values():
-        found = found.get(name, [""] * len(figures["columns"])) if isinstance(found, dict) else found
+    row: Any = figures
+    for name in key.values():  # the rows are nested tables, by the values of the first one or two columns
+        if isinstance(row, dict):
+            row = row.get(name, [""] * len(figures["columns"]))
     only = figures.get("only", "").format_map(key)
     return {figures.get("heading", "{}").format(column): figure
-            for column, figure in zip(figures["columns"], found) if only in ("", column)}  # fmt: skip
+            for column, figure in zip(figures["columns"], row) if only in ("", column)}  # fmt: skip
 
 
 def _rows(scale: Table) -> tuple[Row, ...]:
+    """Returns a row for each combination of the values of the columns."""
     figures, where = scale.get("figures") or {}, scale.get("where", {})
     columns = {name: _values(name, values, figures) for name, values in scale["rows"].items() if values != ""}
     # The values of the column `outer` vary slowest, wherever the column stands in the table.
     outer_first = sorted(columns, key=lambda column: column != scale.get("outer"))
-    of_text = {name: scale[name] for name in ("corpus", "search") if name in scale}
-    shared = _added(of_text, scale.get("options", {}))
+    text_options = {name: scale[name] for name in ("corpus", "search") if name in scale}
+    shared = _added(text_options, scale.get("options", {}))
     rows = []
     for chosen in itertools.product(*(columns[column] for column in outer_first)):
         names = {column: name for column, (name, _) in zip(outer_first, chosen)}
         key = {column: names[column] for column in columns}
-        beside = (where[name] for name in key.values() if name in where)
-        options = _added(shared, *(own for _, own in chosen), *beside)
-        own = {"search": options.pop("search")} if "search" in options else {}
-        rows.append(Row(key, options, options.pop("corpus"), _published(figures, key), **own))
+        extra = (where[name] for name in key.values() if name in where)
+        options = _added(shared, *(own for _, own in chosen), *extra)
+        # Row has fields for `search` and `corpus`, so these leave the options.
+        search = {"search": options.pop("search")} if "search" in options else {}
+        rows.append(Row(key, options, options.pop("corpus"), _published(figures, key), **search))
     return tuple(rows)
 
 

@@ -36,8 +36,8 @@ class Fact(NamedTuple):
 
     def is_about(self, entry: Reproduction, row: Row) -> bool:
         """Returns True if the fact is about this row of the entry."""
-        papers_names = [paper["names"] for paper in papers() if self.paper in paper["names"]]
-        is_of_paper = any(name in entry.source for names in papers_names for name in names)
+        names_of_paper = [name for paper in papers() if self.paper in paper["names"] for name in paper["names"]]
+        is_of_paper = any(name in entry.source for name in names_of_paper)
         return is_of_paper and _matches(self.entry, entry.name) and (not self.rows or bool(self.names(row)))
 
     def names(self, row: Row) -> list[str]:

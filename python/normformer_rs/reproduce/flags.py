@@ -29,12 +29,12 @@ def parser() -> Command:
         parser.add_argument("--seeds", metavar="N", type=int, help=seeds)
         parser.add_argument("--device", metavar="NAME", default="cpu", help="cpu, cuda, cuda:N or auto. Default: cpu.")
         parser.add_argument("--dry-run", action="store_true", help="Print runs, options and files, then stop.")
-        parser.add_argument("--no-train", action="store_true", help="Table and picture of what has been measured.")
+        parser.add_argument("--no-train", action="store_true", help="Make no run; show the measured rows.")
         again = "Recompute the stored figures from the files beside the table, compare, and stop."
         parser.add_argument("--recompute", action="store_true", help=again)
         parser.add_argument("--no-progress", action="store_true", help="No progress bar.")
 
-    return "Make a paper's table again, beside the paper's figures.", _run, add
+    return "Repeat a paper's table, and show the paper's figures beside the new ones.", _run, add
 
 
 def _run(args: argparse.Namespace) -> None:

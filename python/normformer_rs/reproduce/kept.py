@@ -25,26 +25,26 @@ LARGEST = 1 << 28
 KEPT = "kept"
 """The column of the table with the object's digest. It is empty in rows from before 2026-11-29 and in rows of
 studies."""
-Told = dict[str, Any]
+Content = dict[str, Any]
 """The content of the JSON object: the results of `about` and `of_log`, and `Measured.kept` of each measurement."""
 
 
 class Kept(NamedTuple):
     """The data that are kept of a run."""
 
-    told: Told
+    content: Content
     translations: list[str] = []  # noqa: RUF012 (never written to)
     """The translations of the scored part, one per line; empty if the run translates nothing."""
 
 
-def about(row: Row, scale: Scale) -> Told:
+def about(row: Row, scale: Scale) -> Content:
     """Returns the values that identify the run and say how it was scored."""
-    told = {"key": row.key, "seed": row.seed, "recipe": row.recipe, "corpus": row.corpus, "search": row.search}
-    how = {"checkpoint": scale.checkpoint, "scored": scale.scored}
-    return {**told, **how, "tokenize": CORPORA[row.corpus].tokenize if row.corpus in CORPORA else None}
+    run = {"key": row.key, "seed": row.seed, "recipe": row.recipe, "corpus": row.corpus, "search": row.search}
+    scoring = {"checkpoint": scale.checkpoint, "scored": scale.scored}
+    return {**run, **scoring, "tokenize": CORPORA[row.corpus].tokenize if row.corpus in CORPORA else None}
 
 
-def of_log(evaluations: Any, entropy: float) -> Told:
+def of_log(evaluations: Any, entropy: float) -> Content:
     """Returns the numbers of the log that figures are computed from: its `Evaluations` and the unigram model's
     entropy."""
     names = ("update", "loss", "nll", "perplexity", "bleu")
@@ -60,37 +60,38 @@ def write(folder: Path, kept: Kept) -> str:
     """Writes the files of a row, each completely or not at all. Returns the object's digest."""
     folder.mkdir(parents=True, exist_ok=True)
     translated = {"translations": digest_of(kept.translations)} if kept.translations else {}
-    data = json.dumps({**kept.told, **translated}, ensure_ascii=False, separators=(",", ":")).encode()
-    translations, told = paths(folder, digest := _short(data))
+    data = json.dumps({**kept.content, **translated}, ensure_ascii=False, separators=(",", ":")).encode()
+    digest = _short(data)
+    translations_path, object_path = paths(folder, digest)
     if translated:
-        text.write_whole(translations, _packed(_joined(kept.translations)))
-    text.write_whole(told, _packed(data))
+        text.write_whole(translations_path, _packed(_joined(kept.translations)))
+    text.write_whole(object_path, _packed(data))
     return digest
 
 
 def read(folder: Path, digest: str) -> Kept:
     """Returns the content of a row's files. Errors: InputError if a file is missing, damaged or changed."""
-    translations, told = paths(folder, digest)
-    data = _unpacked(told)
+    translations_path, object_path = paths(folder, digest)
+    data = _unpacked(object_path)
     if _short(data) != digest:
-        raise InputError(f"{told}: changed: its digest is {_short(data)}")
+        raise InputError(f"{object_path}: changed: its digest is {_short(data)}")
     try:
-        found = json.loads(data)
-        wanted = found.get("translations")
+        content = json.loads(data)
+        wanted = content.get("translations")
     except (ValueError, AttributeError, RecursionError) as error:
-        raise InputError(f"{told}: expected an object of JSON ({error})") from error
+        raise InputError(f"{object_path}: expected an object of JSON ({error})") from error
     if wanted is None:
-        return Kept(found)
-    written = _unpacked(translations)
+        return Kept(content)
+    written = _unpacked(translations_path)
     if hashlib.sha256(written).hexdigest() != wanted:
-        raise InputError(f"{translations}: changed: these are not the translations that were scored")
+        raise InputError(f"{translations_path}: changed: these are not the translations that were scored")
     # The text is split at newlines only, and empty lines stay, because a translation may be empty.
-    return Kept(found, written.decode("utf-8").split("\n")[:-1])
+    return Kept(content, written.decode("utf-8").split("\n")[:-1])
 
 
 def keep_only(folder: Path, digests: Container[str]) -> None:
-    """Removes the files of rows whose digest is not in `digests`, such as those that a crash has left. Files whose name
-    is not a digest stay."""
+    """Removes the files whose digest is not in `digests`, such as files that a crash has left. Files whose name is not
+    a digest stay."""
     for path in folder.glob("*.gz"):
         found = _FILE.fullmatch(path.name)
         if found and found[1] not in digests:

@@ -5,55 +5,55 @@ import math
 from collections.abc import Callable, Iterable
 
 from .declared import Options
-from .kept import Told
+from .kept import Content
 
 
-def perplexity(told: Told) -> Options:
+def perplexity(content: Content) -> Options:
     """Returns the best validation perplexity, the unigram model's perplexity, and their ratio."""
-    best, unigram = _best_perplexity(told), _exp(told["unigram_entropy"])
+    best, unigram = _best_perplexity(content), _exp(content["unigram_entropy"])
     return {"perplexity": round(best, 2), "unigram": round(unigram, 2), "ratio": round(best / unigram, 4)}
 
 
-def test_perplexity(told: Told) -> Options:
+def test_perplexity(content: Content) -> Options:
     """Returns a language model's perplexity on the test text and its best one on the validation set. Each is "" if it
     was not measured."""
-    best = round(_best_perplexity(told), 2) if told["evaluations"]["perplexity"] else ""
-    if "losses" not in told:
+    best = round(_best_perplexity(content), 2) if content["evaluations"]["perplexity"] else ""
+    if "losses" not in content:
         return {"test_perplexity": "", "perplexity": best}
-    _, nll = _means(told["losses"]["test"])
+    _, nll = _means(content["losses"]["test"])
     return {"test_perplexity": round(_exp(nll), 2), "perplexity": best}
 
 
-def loss(told: Told) -> Options:
+def loss(content: Content) -> Options:
     """Returns the last label-smoothed validation loss; NaN if there is none."""
-    losses = told["evaluations"]["loss"]
+    losses = content["evaluations"]["loss"]
     return {"valid_loss": round(losses[-1], 4) if losses else math.nan}
 
 
-def valid_nll(told: Told) -> Options:
+def valid_nll(content: Content) -> Options:
     """Returns the last validation NLL, the same number as in a run's verdict."""
-    losses = told["evaluations"]["nll"]
+    losses = content["evaluations"]["nll"]
     return {"valid_nll": round(losses[-1] if losses else math.nan, 4)}
 
 
-def best_bleu(told: Told) -> Options:
+def best_bleu(content: Content) -> Options:
     """Returns the best BLEU on the validation set; "" if it was never measured."""
-    found = [bleu for bleu in told["evaluations"]["bleu"] if math.isfinite(bleu)]
-    return {"best_bleu": round(max(found), 2) if found else ""}
+    scores = [bleu for bleu in content["evaluations"]["bleu"] if math.isfinite(bleu)]
+    return {"best_bleu": round(max(scores), 2) if scores else ""}
 
 
-def last_bleu(told: Told) -> Options:
+def last_bleu(content: Content) -> Options:
     """Returns the last BLEU on the validation set; "" if it was not measured."""
-    found = told["evaluations"]["bleu"]
-    return {"bleu_valid": round(found[-1], 2) if found and math.isfinite(found[-1]) else ""}
+    scores = content["evaluations"]["bleu"]
+    return {"bleu_valid": round(scores[-1], 2) if scores and math.isfinite(scores[-1]) else ""}
 
 
-def smoothed(told: Told) -> Options:
+def smoothed(content: Content) -> Options:
     """Returns e^loss, with the label-smoothed loss, of training and test text, and the ratio test/training. Each is ""
     if the losses were not measured."""
-    if "losses" not in told:
+    if "losses" not in content:
         return {"train_perplexity": "", "test_perplexity": "", "gap": ""}
-    train, test = (_exp(_means(told["losses"][part])[0]) for part in ("train", "test"))
+    train, test = (_exp(_means(content["losses"][part])[0]) for part in ("train", "test"))
     return {"train_perplexity": round(train, 3), "test_perplexity": round(test, 3), "gap": round(test / train, 4)}
 
 
@@ -64,9 +64,9 @@ def _exp(x: float) -> float:
         return math.inf
 
 
-def _best_perplexity(told: Told) -> float:
-    found = told["evaluations"]["perplexity"]  # min() of a list with NaN would depend on the order
-    return min(found) if found and not any(map(math.isnan, found)) else math.nan
+def _best_perplexity(content: Content) -> float:
+    perplexities = content["evaluations"]["perplexity"]  # min() of a list with NaN would depend on the order
+    return min(perplexities) if perplexities and not any(map(math.isnan, perplexities)) else math.nan
 
 
 def _means(sums: list[float]) -> tuple[float, float]:
@@ -75,7 +75,7 @@ def _means(sums: list[float]) -> tuple[float, float]:
     return loss / tokens, nll / tokens
 
 
-FIGURES: dict[str, Callable[[Told], Options]] = {
+FIGURES: dict[str, Callable[[Content], Options]] = {
     "perplexity": perplexity,
     "test_perplexity": test_perplexity,
     "loss": loss,

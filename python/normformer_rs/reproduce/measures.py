@@ -14,7 +14,7 @@ from ..loop.translation import Perplexity, evaluate_loss
 from ..scores import RESAMPLES, counts, resampling_seed, score
 from . import made
 from .declared import Options, Scale
-from .kept import Told, digest_of, of_log
+from .kept import Content, digest_of, of_log
 from .runs import Run, Runs
 
 START = 100
@@ -29,20 +29,20 @@ class Measured(NamedTuple):
 
     columns: Options = {}  # noqa: RUF012
     series: dict[str, list[float]] = {}  # noqa: RUF012
-    kept: Told = {}  # noqa: RUF012
+    kept: Content = {}  # noqa: RUF012
     translations: list[str] = []  # noqa: RUF012
 
 
 def bleu(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Returns BLEU of the translated part, "" if the run did not reach its end."""
+    """Returns the BLEU of the translated part of the corpus; "" if the run did not reach its end."""
     if not run.has_ended:
         return Measured({"bleu": "", "sacrebleu": ""})
     hypotheses, references = runs.translations(run, scale)
     tokenize = runs.corpora[run.row.corpus].tokenize
-    found, counted = score(hypotheses, references, tokenize=tokenize), counts(hypotheses, references, tokenize)
-    how = {"tokenize": tokenize, "resamples": RESAMPLES, "seed": resampling_seed()}
-    kept = {"references": digest_of(references), "counts": {**how, **counted._asdict()}}
-    return Measured({"bleu": round(found.bleu, 2), "sacrebleu": found.sacrebleu}, {}, kept, hypotheses)
+    scores, line_counts = score(hypotheses, references, tokenize=tokenize), counts(hypotheses, references, tokenize)
+    settings = {"tokenize": tokenize, "resamples": RESAMPLES, "seed": resampling_seed()}
+    kept = {"references": digest_of(references), "counts": {**settings, **line_counts._asdict()}}
+    return Measured({"bleu": round(scores.bleu, 2), "sacrebleu": scores.sacrebleu}, {}, kept, hypotheses)
 
 
 def p_value(runs: Runs, run: Run, baseline: Run, scale: Scale) -> Measured:
@@ -90,19 +90,19 @@ def start(runs: Runs, run: Run, scale: Scale) -> Measured:
     return Measured({name: round(float(number), 4) for name, number in zip(names, numbers)})
 
 
-def told(run: Run) -> Told:
+def kept_of_log(run: Run) -> Content:
     """Returns the numbers of a run's log that are kept beside the table."""
     return of_log(run.history.evaluations, run.verdict["unigram_entropy"])
 
 
 def perplexity(runs: Runs, run: Run, scale: Scale) -> Measured:
     """Returns the best validation perplexity, the unigram model's perplexity, and their ratio."""
-    return Measured(made.perplexity(told(run)))
+    return Measured(made.perplexity(kept_of_log(run)))
 
 
 def loss(runs: Runs, run: Run, scale: Scale) -> Measured:
     """Returns the last label-smoothed validation loss."""
-    return Measured(made.loss(told(run)))
+    return Measured(made.loss(kept_of_log(run)))
 
 
 def growth(runs: Runs, run: Run, scale: Scale) -> Measured:
@@ -117,7 +117,7 @@ def growth(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 def bleu_curve(runs: Runs, run: Run, scale: Scale) -> Measured:
     """Returns BLEU on the validation set at each evaluation, by greedy search, and the best of these."""
-    return Measured(made.best_bleu(told(run)), observations.bleu(run.history))
+    return Measured(made.best_bleu(kept_of_log(run)), observations.bleu(run.history))
 
 
 def raw_gradients(runs: Runs, run: Run, scale: Scale) -> Measured:
@@ -154,12 +154,12 @@ def statistics(runs: Runs, run: Run, scale: Scale) -> Measured:
     if not series:
         return Measured({"distance": "", "gradient": "", "bleu_valid": ""})
 
-    def late(what: str) -> float:
-        parts = [values[len(values) // 2 :] for name, values in series.items() if name.startswith(f"{what}-")]
-        return float(f"{np.mean([np.mean(part) for part in parts]):.4g}")
+    def late_mean(kind: str) -> float:
+        halves = [values[len(values) // 2 :] for name, values in series.items() if name.startswith(f"{kind}-")]
+        return float(f"{np.mean([np.mean(half) for half in halves]):.4g}")
 
-    means = {"distance": late("distance"), "gradient": late("gradient")}
-    return Measured({**means, **made.last_bleu(told(run))}, series)
+    means = {"distance": late_mean("distance"), "gradient": late_mean("gradient")}
+    return Measured({**means, **made.last_bleu(kept_of_log(run))}, series)
 
 
 def layers(runs: Runs, run: Run, scale: Scale) -> Measured:
@@ -169,11 +169,14 @@ def layers(runs: Runs, run: Run, scale: Scale) -> Measured:
     if not run.has_ended:
         return Measured({"cosine": "", "active": ""})
     source, target = (str(run.files[f"valid_{side}"]) for side in ("source", "target"))
-    found = observations.layers(run.output, "last", source, target)
-    series = {name: numbers for name, numbers in found.items() if not name.startswith("size-")}
-    means = {what: round(float(np.mean([number for name, numbers in series.items() if name.startswith(what)
-                                        for number in numbers])), 4) for what in ("cosine", "active")}  # fmt: skip
-    return Measured(means, series)
+    observed = observations.layers(run.output, "last", source, target)
+    series = {name: numbers for name, numbers in observed.items() if not name.startswith("size-")}
+
+    def mean(kind: str) -> float:
+        numbers = [number for name, values in series.items() if name.startswith(kind) for number in values]
+        return round(float(np.mean(numbers)), 4)
+
+    return Measured({kind: mean(kind) for kind in ("cosine", "active")}, series)
 
 
 def growth_curve(runs: Runs, run: Run, scale: Scale) -> Measured:
@@ -194,7 +197,7 @@ def smoothed(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def _losses(run: Run, part: str, checkpoint: str) -> list[float]:
-    """Returns the sum of the loss, the sum of the NLL and the number of tokens of a part's first 1,000 pairs."""
+    """Returns `_sums` of the first 1,000 pairs of a part."""
     files = [run.output / f"{part}.{side}.scored.txt" for side in ("source", "target")]
     for file, side in zip(files, ("source", "target")):
         text.write_lines(str(file), text.read_lines(str(run.files[f"{part}_{side}"]))[:_SCORED])
@@ -204,17 +207,18 @@ def _losses(run: Run, part: str, checkpoint: str) -> list[float]:
     return found
 
 
-def _sums(found: Perplexity) -> list[float]:
-    return [found.loss * found.tokens, found.nll * found.tokens, found.tokens]
+def _sums(means: Perplexity) -> list[float]:
+    """Returns the sum of the loss, the sum of the NLL and the number of tokens."""
+    return [means.loss * means.tokens, means.nll * means.tokens, means.tokens]
 
 
 def test_perplexity(runs: Runs, run: Run, scale: Scale) -> Measured:
     """Returns the perplexity of a language model's best checkpoint on the test text, and the best perplexity on the
     validation set."""
     if not run.has_ended:
-        return Measured(made.test_perplexity(told(run)))
+        return Measured(made.test_perplexity(kept_of_log(run)))
     kept = {"losses": {"test": _sums(evaluate_loss(run.output, None, run.files["test_target"]))}}
-    return Measured(made.test_perplexity({**told(run), **kept}), {}, kept)
+    return Measured(made.test_perplexity({**kept_of_log(run), **kept}), {}, kept)
 
 
 def _checkpoint(run: Run, scale: Scale) -> str:

@@ -72,7 +72,7 @@ def _mapped(work: Callable, options: tuple, lines: Iterable[str], workers: int) 
     """Yields the results of `work(chunk, *options)` for chunks of the lines, in order, computed by several processes.
     At most about 4 chunks per process wait, so that memory stays small."""
     iterator = iter(lines)
-    chunks = iter(lambda: list(islice(iterator, _CHUNK)), [])
+    chunks = iter(lambda: list(islice(iterator, _CHUNK)), [])  # ends at the first empty chunk
     if workers < 2:
         for chunk in chunks:
             yield from work(chunk, *options)

@@ -36,7 +36,8 @@ def cite(*names: str) -> Citation:
     """Returns BibTeX of the papers that define these norms, residual schemes, initialisations or parametrisations, each
     paper once; without names, the entry of this package.
 
-    For a name that no paper defines it is a comment that says which code does. Errors: InputError for an unknown name.
+    For a name that no paper defines, the result has a comment that names the code that defines it. Errors: InputError
+    for an unknown name.
     """
     if not names:
         return Citation(_own())
@@ -52,28 +53,30 @@ def cite(*names: str) -> Citation:
 
 @cache
 def papers() -> list[dict[str, Any]]:
-    """Returns the papers in papers.json. Each has names (those that sources use for it), authors, title, year, and
-    arxiv or url if there is one."""
+    """Returns the papers in papers.json. Each has `names`, by which the tables' sources cite it, authors, title, year,
+    and arxiv or url if there is one."""
     found: list[dict[str, Any]] = json.loads(Path(__file__).with_name("papers.json").read_text("utf-8"))
     return found
 
 
 def _sources() -> dict[str, str]:
     """Returns, for each name in the tables of norms, schemes and others, its sources, joined with "; "."""
-    found: dict[str, list[str]] = {}
+    sources: dict[str, list[str]] = {}
     for kind in _KINDS:
         for entry in tables()[kind]:
-            found.setdefault(entry["name"], []).append(entry.get("source") or "no source")
-    return {name: "; ".join(dict.fromkeys(told)) for name, told in found.items()}
+            sources.setdefault(entry["name"], []).append(entry.get("source") or "no source")
+    return {name: "; ".join(dict.fromkeys(of_name)) for name, of_name in sources.items()}
 
 
 def _is_named(name: str, source: str) -> bool:
-    """Returns True if the text `source` contains the paper's name and the name does not go on after it: `Chen et al.
-    2025` is another paper than `Chen et al. 2025 (GPAS)`."""
+    """Returns True if the text `source` contains the paper's whole name: `Chen et al. 2025` is another paper than
+    `Chen et al. 2025 (GPAS)`."""
     return re.search(rf"(?<!\w){re.escape(name)}(?!\w| \()", source) is not None
 
 
 def _bibtex(paper: dict[str, Any]) -> str:
+    """Returns the BibTeX entry of a paper. Its key is the first author's last name, the year, and the title's first
+    word of at least four letters."""
     authors = paper["authors"].replace(" et al.", ", others").replace(", ", " and ")
     word = next(word for word in re.findall(r"[^\W\d_]{4,}", paper["title"]))
     first = paper["authors"].split(",")[0].removesuffix(" et al.").split(" ")[-1]

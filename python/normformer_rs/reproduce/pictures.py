@@ -31,23 +31,25 @@ def draw(entry: Reproduction, scale: str, results: Results) -> Path | None:
 
 
 def _dots(results: Results, title: str, value: str) -> Any:
-    """Returns a figure with a line of dots for each row, in the table's order. The key whose values are columns in the
-    table (`Shown.across`) sets the colours."""
+    """Returns a figure with a line of dots for each row, in the table's order. A dot's colour is that of its value of
+    the key `Shown.across`."""
     shown = results.scale.shown
     points: dict[str, list[tuple[str, float, float]]] = {}
     for row, found in results.measured:
         measured = number(found.get(value, ""))
-        label = ", ".join(v if k in ("run", "residual", "norm", "encoder_norm") else f"{k} {v}"
-                          for k, v in row.key.items() if k != shown.across)  # fmt: skip
+        # The values of these keys are names, which need no heading.
+        words = [v if k in ("run", "residual", "norm", "encoder_norm") else f"{k} {v}"
+                 for k, v in row.key.items() if k != shown.across]  # fmt: skip
+        label = ", ".join(words)
         points.setdefault(label, [])
         if measured is not None and math.isfinite(measured):
             points[label].append((row.key.get(shown.across, ""), measured, _sd(found.get(value, ""))))
     groups = list(dict.fromkeys(row.key.get(shown.across, "") for row, _ in results.measured))
     figure = new_figure(7.2, 0.34 * len(points) + 1.35)
     axis = figure.subplots()
-    for height, found_here in enumerate(reversed(points.values())):
+    for height, dots in enumerate(reversed(points.values())):
         axis.axhline(height, color=PALE, linewidth=1, zorder=0)
-        for group, measured, sd in found_here:
+        for group, measured, sd in dots:
             colour = COLOURS[groups.index(group) % len(COLOURS)]
             axis.errorbar(measured, height, xerr=sd, fmt="o", color=colour, markersize=6, zorder=2)
             if len(groups) == 1:  # with several dots on a line their numbers would overlap

@@ -60,7 +60,7 @@ class Release(NamedTuple):
     corpora: tuple[str, ...]
     make: Make
     digests: Mapping[str, str] = {}
-    """The SHA-256 of the corpora's files, by path. Of a file that is not listed only the number of lines is checked."""
+    """The SHA-256 of the corpora's files, by path. For others only the number of lines is checked."""
 
 
 def lines_of(path: Path) -> Iterator[str]:
@@ -98,6 +98,7 @@ def _write_pairs(paths: tuple[Path, Path], pairs: Iterable[tuple[str, str]]) -> 
 
 
 def _pairs(first: Iterable[str], second: Iterable[str], what: str) -> Iterator[tuple[str, str]]:
+    """Yields the pairs of lines of two texts. Errors: InputError, which names `what`, if one text is shorter."""
     for number, (source, target) in enumerate(zip_longest(first, second), 1):
         if source is None or target is None:
             raise InputError(f"{what}: one side ends before line {number}, the other goes on: fetch both files again")
@@ -177,6 +178,7 @@ class _Parts:
         self.folder, self.languages = folder, languages
 
     def whole(self, part: str, language: str) -> Path:
+        """Returns the path of a part's file with whole words."""
         return self.folder / "whole" / f"{part}.{language}"
 
     def _both(self, part: str) -> tuple[Path, Path]:
@@ -185,14 +187,14 @@ class _Parts:
     def split(self, pairs: Iterable[tuple[str, str]], every: int) -> None:
         """Writes every pair whose number is a multiple of `every` to the validation part, all others to the training
         part."""
-        held = self._both("valid")
-        held[0].parent.mkdir(parents=True, exist_ok=True)
+        valid_source, valid_target = self._both("valid")
+        valid_source.parent.mkdir(parents=True, exist_ok=True)
         with (
-            held[0].open("w", encoding="utf-8", newline="") as first,
-            held[1].open("w", encoding="utf-8", newline="") as second,
+            valid_source.open("w", encoding="utf-8", newline="") as first,
+            valid_target.open("w", encoding="utf-8", newline="") as second,
         ):
 
-            def trained() -> Iterator[tuple[str, str]]:
+            def training_pairs() -> Iterator[tuple[str, str]]:
                 for number, (source, target) in enumerate(pairs, 1):
                     if number % every:
                         yield source, target
@@ -200,7 +202,7 @@ class _Parts:
                         first.write(f"{source}\n")
                         second.write(f"{target}\n")
 
-            _write_pairs(self._both("train"), trained())
+            _write_pairs(self._both("train"), training_pairs())
 
     def cut(self, operations: int, workers: int, most: int | None) -> None:
         """Learns joint BPE from the training part and applies it to all parts. If `most` is given, pairs of training
@@ -274,7 +276,7 @@ _HELD_OUT = 4000
 
 def _make_opus100(raw: Raw, folder: Path, _: int) -> None:
     for part, name in (("train", "train"), ("valid", "dev"), ("test", "test")):
-        _many(folder, "opus100", part, _with_english(raw, f"opus.*-{name}.*", _OPUS_NAME))
+        _append_pairs(folder, "opus100", part, _with_english(raw, f"opus.*-{name}.*", _OPUS_NAME))
 
 
 def _with_english(raw: Raw, pattern: str, form: re.Pattern[str]) -> Iterator[tuple[str, Iterator[tuple[str, str]]]]:
@@ -282,8 +284,9 @@ def _with_english(raw: Raw, pattern: str, form: re.Pattern[str]) -> Iterator[tup
     The order is the alphabetical order of the language pairs' names."""
     sides: dict[str, dict[str, Path]] = {}
     for path in raw.find(pattern):
-        if (told := form.fullmatch(path.name.removesuffix(".gz"))) and "en" in told["pair"].split("-"):
-            sides.setdefault(told["pair"], {})[told["language"]] = path
+        match = form.fullmatch(path.name.removesuffix(".gz"))
+        if match and "en" in match["pair"].split("-"):
+            sides.setdefault(match["pair"], {})[match["language"]] = path
     for pair, files in sorted(sides.items()):
         first, second = pair.split("-")
         other = second if first == "en" else first
@@ -291,7 +294,9 @@ def _with_english(raw: Raw, pattern: str, form: re.Pattern[str]) -> Iterator[tup
             yield other, _pairs(lines_of(files[other]), lines_of(files["en"]), pair)
 
 
-def _many(folder: Path, name: str, part: str, languages: Iterable[tuple[str, Iterable[tuple[str, str]]]]) -> None:
+def _append_pairs(
+    folder: Path, name: str, part: str, languages: Iterable[tuple[str, Iterable[tuple[str, str]]]]
+) -> None:
     """Appends the sentence pairs of all languages to a part's files, in both directions, with the target language's tag
     before each source sentence (Johnson et al. 2017)."""
     paths = [
@@ -315,17 +320,18 @@ def _make_multiun(raw: Raw, folder: Path, _: int) -> None:
     """Makes the MultiUN corpora. Of each language's last 8,000 pairs, 4,000 are for validation and 4,000 for the
     test."""
     for language, pairs in _with_english(raw, "MultiUN.*", _UN_NAME):
-        held: list[tuple[str, str]] = []
+        last: list[tuple[str, str]] = []
 
-        def trained(pairs: Iterator[tuple[str, str]] = pairs, held: list[tuple[str, str]] = held) -> Iterator:
+        def training_pairs(pairs: Iterator[tuple[str, str]] = pairs, last: list[tuple[str, str]] = last) -> Iterator:
+            """Yields all pairs but the last 8,000, which are left in `last`."""
             for pair in pairs:
-                held.append(pair)
-                if len(held) > 2 * _HELD_OUT:
-                    yield held.pop(0)
+                last.append(pair)
+                if len(last) > 2 * _HELD_OUT:
+                    yield last.pop(0)
 
-        _many(folder, "multiun", "train", [(language, trained())])
-        _many(folder, "multiun", "valid", [(language, held[:_HELD_OUT])])
-        _many(folder, "multiun", "test", [(language, held[_HELD_OUT:])])
+        _append_pairs(folder, "multiun", "train", [(language, training_pairs())])
+        _append_pairs(folder, "multiun", "valid", [(language, last[:_HELD_OUT])])
+        _append_pairs(folder, "multiun", "test", [(language, last[_HELD_OUT:])])
 
 
 # Texts that are copied
@@ -452,13 +458,14 @@ class Counted(NamedTuple):
 
     @property
     def agrees(self) -> bool:
+        """True if the number of lines rounds to the paper's number, equals it if it is exact, or if there is none."""
         number = re.fullmatch(r"([\d,]+)(?:\.(\d+))?([kM]?)", self.paper)
         if number is None:
             return True
         unit = {"": 1, "k": 1_000, "M": 1_000_000}[number[3]]
-        least = unit / 10 ** len(number[2] or "")
+        precision = unit / 10 ** len(number[2] or "")  # of the last printed digit, in lines
         value = float(f"{number[1].replace(',', '')}.{number[2] or 0}") * unit
-        return abs(self.lines - value) <= least / 2 if unit > 1 else self.lines == value
+        return abs(self.lines - value) <= precision / 2 if unit > 1 else self.lines == value
 
 
 def missing(name: str, raw: Raw) -> list[str]:
@@ -473,9 +480,11 @@ def prepare(name: str, raw: Path, data: Path, workers: int) -> list[Counted]:
     and subword-nmt, if text is tokenised.
     """
     release = RELEASES[name]
-    there = [folder for folder in _folders(release) if (data / folder).exists()]
-    if there:
-        raise InputError(f"{', '.join(str(data / f) for f in there)}: there already; remove it first, or give --data")
+    existing = [folder for folder in _folders(release) if (data / folder).exists()]
+    if existing:
+        raise InputError(
+            f"{', '.join(str(data / folder) for folder in existing)}: there already; remove it first, or give --data"
+        )
     files = Raw(raw, data)
     lacking = missing(name, files)
     if lacking:
@@ -497,6 +506,7 @@ def prepare(name: str, raw: Path, data: Path, workers: int) -> list[Counted]:
 
 
 def _folders(release: Release) -> list[str]:
+    """Returns the folders of the release's corpora, relative to the folder of data."""
     paths = [path for corpus in release.corpora for path in CORPORA[corpus].files.values()]
     return list(dict.fromkeys(Path(path).parts[0] for path in paths))
 

@@ -43,12 +43,12 @@ def remade(results: Results, references: References) -> Iterator[Figure]:
 
     Figures that need the log of all updates or the weights, such as `train_nll` and `growth`, are left out.
     """
-    for row, found in stored(results):
+    for row, columns in stored(results):
         try:
-            if (kept := of_row(results, row, found)) is None:
+            if (kept := of_row(results, row, columns)) is None:
                 yield Figure(row, "", "", "nothing is kept of its run", "cannot")
                 continue
-            yield from _remade(results, row, found, kept, references)
+            yield from _recompute_row(results, row, columns, kept, references)
         except InputError as error:
             yield Figure(row, "", "", str(error), "different")
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError, MemoryError) as error:
@@ -59,12 +59,14 @@ def remade(results: Results, references: References) -> Iterator[Figure]:
 def stored(results: Results) -> list[tuple[Row, dict[str, str]]]:
     """Returns the measured rows of the entry and their columns, for every seed in the table. Rows that were measured
     with other options are left out."""
-    found = []
+    rows = []
     for row in results.scale.rows:
-        numbers = sorted({_seed(results, one) - row.seed for one in results.rows})
-        seeded = [row.seeded(number) for number in numbers if number >= 0]
-        found += [(one, columns) for one in seeded if (columns := results.find(one)) is not None]
-    return found
+        # The seeds in the table, as numbers from the row's first seed.
+        numbers = sorted({_seed(results, line) - row.seed for line in results.rows})
+        for number in numbers:
+            if number >= 0 and (columns := results.find(row.seeded(number))) is not None:
+                rows.append((row.seeded(number), columns))
+    return rows
 
 
 def _seed(results: Results, columns: dict[str, str]) -> int:
@@ -74,60 +76,65 @@ def _seed(results: Results, columns: dict[str, str]) -> int:
         raise InputError(f"{results.path('.csv')}: expected a whole number as seed; got {columns['seed']!r}") from error
 
 
-def of_row(results: Results, row: Row, found: dict[str, str]) -> Kept | None:
+def of_row(results: Results, row: Row, columns: dict[str, str]) -> Kept | None:
     """Returns the data that are kept of a row, or None if none are. Errors: InputError if its files are missing,
     damaged, changed or another run's."""
-    if not found.get(KEPT):
+    if not columns.get(KEPT):
         return None
-    kept = read(results.kept, found[KEPT])
+    kept = read(results.kept, columns[KEPT])
     wanted = json.loads(json.dumps(about(row, results.scale)))
-    if wrong := [name for name, value in wanted.items() if kept.told.get(name) != value]:
-        raise InputError(f"{KEPT} {found[KEPT]} is kept of another run: its {', '.join(wrong)} differ")
+    if differing := [name for name, value in wanted.items() if kept.content.get(name) != value]:
+        raise InputError(f"{KEPT} {columns[KEPT]} is kept of another run: its {', '.join(differing)} differ")
     return kept
 
 
 def left_out(results: Results, made: Container[str]) -> list[str]:
     """Returns the measured columns of the table that are not in `made`, the recomputed ones."""
-    about = {*results.scale.rows[0].key, *ABOUT}
-    return [name for name in dict.fromkeys(itertools.chain.from_iterable(results.rows))
-            if name not in about and name not in made and any(one.get(name) for one in results.rows)]  # fmt: skip
+    not_measured = {*results.scale.rows[0].key, *ABOUT}
+    names = dict.fromkeys(itertools.chain.from_iterable(results.rows))
+    names_left = [name for name in names if name not in not_measured and name not in made]
+    return [name for name in names_left if any(row.get(name) for row in results.rows)]
 
 
-def _remade(results: Results, row: Row, found: dict[str, str], kept: Kept, references: References) -> Iterator[Figure]:
-    made: dict[str, object] = {**valid_nll(kept.told)}
+def _recompute_row(
+    results: Results, row: Row, columns: dict[str, str], kept: Kept, references: References
+) -> Iterator[Figure]:
+    """Yields the stored figures of a row, beside the recomputed ones."""
+    recomputed: dict[str, object] = {**valid_nll(kept.content)}
     for measure in results.scale.shown.measures:
-        made |= FIGURES[measure](kept.told) if measure in FIGURES else {}
-    if found.get("bleu") and "bleu" in results.scale.shown.measures:
-        if wrong := _wrong(kept, references(row)):
-            yield Figure(row, "", "", wrong, "different")
+        recomputed |= FIGURES[measure](kept.content) if measure in FIGURES else {}
+    if columns.get("bleu") and "bleu" in results.scale.shown.measures:
+        if mismatch := _mismatch(kept, references(row)):
+            yield Figure(row, "", "", mismatch, "different")
         bleu, line, _ = score_counts(_counts(kept))
-        made |= {"bleu": round(bleu, 2), "sacrebleu": line}
-        if found.get("p"):
+        recomputed |= {"bleu": round(bleu, 2), "sacrebleu": line}
+        if columns.get("p"):
             reason, p = _p(results, row, kept)
             if reason:
-                yield Figure(row, "p", found["p"], reason, "cannot")
+                yield Figure(row, "p", columns["p"], reason, "cannot")
             else:
-                made["p"] = p
-    for name, value in made.items():
-        if told := found.get(name):
-            yield Figure(row, name, told, str(value), "equal" if str(value) == told else "different")
+                recomputed["p"] = p
+    for name, value in recomputed.items():
+        if stored_value := columns.get(name):
+            state = "equal" if str(value) == stored_value else "different"
+            yield Figure(row, name, stored_value, str(value), state)
 
 
 def _counts(kept: Kept) -> Counts:
-    return Counts(kept.told["counts"]["lines"], kept.told["counts"]["signature"])
+    return Counts(kept.content["counts"]["lines"], kept.content["counts"]["signature"])
 
 
-def _wrong(kept: Kept, references: list[str] | None) -> str:
+def _mismatch(kept: Kept, references: list[str] | None) -> str:
     """Returns an error if the kept n-gram counts do not belong to the kept translations, otherwise "". Without
     references this cannot be checked, and the result is ""."""
     if references is None:
         return ""
-    if digest_of(references) != kept.told["references"]:
+    if digest_of(references) != kept.content["references"]:
         return "the references are not those that it was scored with: --data has another text"
     # `of_row` has checked already that the kept tokeniser is the corpus' own.
-    tokenize = kept.told["tokenize"] or kept.told["counts"]["tokenize"]
-    made = counts(kept.translations, references, tokenize)
-    if made.lines != kept.told["counts"]["lines"]:
+    tokenize = kept.content["tokenize"] or kept.content["counts"]["tokenize"]
+    recounted = counts(kept.translations, references, tokenize)
+    if recounted.lines != kept.content["counts"]["lines"]:
         return "the counts of lines are not those of the translations"
     return ""
 
@@ -140,12 +147,13 @@ def _p(results: Results, row: Row, kept: Kept) -> tuple[str, float]:
     if baseline is None or theirs is None:
         name = ", ".join(baseline.key.values()) if baseline is not None else "a baseline"
         return f"no translations of {name} are kept", 0.0
-    how = kept.told["counts"]
-    if kept.told["baseline"] != digest_of(theirs.translations):
+    settings = kept.content["counts"]
+    if kept.content["baseline"] != digest_of(theirs.translations):
         return f"it was computed against another run of {', '.join(baseline.key.values())}", 0.0
-    if how["seed"].lower() == "none":
+    if settings["seed"].lower() == "none":
         return "its resamples were drawn with another seed each time", 0.0
-    if how["resamples"] != RESAMPLES:
-        raise InputError(f"expected {RESAMPLES} resamples, as every run has; got {how['resamples']!r}")
-    found = score_counts(_counts(kept), _counts(theirs), resamples=how["resamples"], seed=how["seed"])[2]
-    return "", round(found.p_value, 4) if found is not None else 1.0
+    if settings["resamples"] != RESAMPLES:
+        raise InputError(f"expected {RESAMPLES} resamples, as every run has; got {settings['resamples']!r}")
+    resamples, seed = settings["resamples"], settings["seed"]
+    comparison = score_counts(_counts(kept), _counts(theirs), resamples=resamples, seed=seed)[2]
+    return "", round(comparison.p_value, 4) if comparison is not None else 1.0

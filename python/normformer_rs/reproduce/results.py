@@ -72,8 +72,8 @@ class Results:
     def find(self, row: Row) -> dict[str, str] | None:
         """Returns the measurements of the row with its seed. Returns None if it has not been measured yet, or only with
         other options."""
-        found = (one for one in self.rows if _is_of(one, row))
-        return next((one for one in found if one.get(RECIPE, "") in ("", row.recipe)), None)
+        lines = (line for line in self.rows if _is_of(line, row))
+        return next((line for line in lines if line.get(RECIPE, "") in ("", row.recipe)), None)
 
     @property
     def stale(self) -> int:
@@ -83,33 +83,33 @@ class Results:
     def is_stale(self, row: Row) -> bool:
         """Returns True if the row was measured, but only with other options, another text, another search or another
         version than it has now."""
-        return self.find(row) is None and any(_is_of(one, row) for one in self.rows)
+        return self.find(row) is None and any(_is_of(line, row) for line in self.rows)
 
     def each_seed(self, row: Row) -> dict[int, dict[str, str]]:
         """Returns the measurements of the row by seed, for those seeds that have been measured."""
-        found = {row.seeded(number).seed: self.find(row.seeded(number)) for number in range(self.seeds)}
-        return {seed: columns for seed, columns in found.items() if columns is not None}
+        by_seed = {row.seeded(number).seed: self.find(row.seeded(number)) for number in range(self.seeds)}
+        return {seed: columns for seed, columns in by_seed.items() if columns is not None}
 
     @property
     def measured(self) -> list[tuple[Row, Found]]:
         """The rows that have been measured with at least one seed, in the entry's order, with their measurements merged
         over the seeds."""
-        made: list[tuple[Row, Found]] = []
+        measured: list[tuple[Row, Found]] = []
         for row in self.scale.rows:
-            if seeds := [*self.each_seed(row).values()]:
-                names = dict.fromkeys(itertools.chain.from_iterable(seeds))
-                made.append((row, {name: merged([found.get(name) or "" for found in seeds]) for name in names}))
-        return made
+            if lines := [*self.each_seed(row).values()]:
+                names = dict.fromkeys(itertools.chain.from_iterable(lines))
+                measured.append((row, {name: merged([line.get(name) or "" for line in lines]) for name in names}))
+        return measured
 
     def add(
         self, row: Row, columns: Options, series: dict[str, list[float]], kept: "keeping.Kept | None" = None
     ) -> None:
-        """Writes a measured row to the table, and its series to their files, which a crash does not damage. Series are
+        """Writes a measured row to the table, and its series to their files. A crash damages neither. Series are
         written for a row's first seed only.
 
         Args:
-            kept: the data from which the row's figures can be recomputed. The data of a row that this one replaces are
-                removed.
+            kept: the data from which the row's figures can be recomputed. They replace those of an earlier measurement
+                of the row.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with alone(self.folder):
@@ -117,33 +117,33 @@ class Results:
             # The table is written last. So a row in it has all its files, even after a crash.
             if kept is not None:
                 columns = {**columns, keeping.KEPT: keeping.write(self.kept, kept)}
-            made = {**row.key, "seed": str(row.seed), RECIPE: row.recipe, **columns}
+            new_line = {**row.key, "seed": str(row.seed), RECIPE: row.recipe, **columns}
             # A row of a study, which has a version, replaces only a row with the same recipe: rows of another study in
             # this folder may have the same key, and more columns that name them.
-            self.rows = [one for one in self.rows
-                         if not _is_of(one, row) or (row.version and one.get(RECIPE) != row.recipe)]  # fmt: skip
-            self.rows.append({name: str(value) for name, value in made.items()})
-            is_first = any((one.key, one.seed) == (row.key, row.seed) for one in self.scale.rows)
-            for name, numbers in series.items() if is_first else ():
+            self.rows = [line for line in self.rows
+                         if not _is_of(line, row) or (row.version and line.get(RECIPE) != row.recipe)]  # fmt: skip
+            self.rows.append({name: str(value) for name, value in new_line.items()})
+            is_first_seed = any((other.key, other.seed) == (row.key, row.seed) for other in self.scale.rows)
+            for name, numbers in series.items() if is_first_seed else ():
                 self.series.setdefault(name, {})[tuple(row.key.values())] = numbers
                 _write(self.path(f"-{name}.csv"), ([*key, *values] for key, values in self.series[name].items()))
             names = list(dict.fromkeys(itertools.chain.from_iterable(self.rows)))
-            _write(self.path(".csv"), [names, *([r.get(name, "") for name in names] for r in self.rows)])
+            _write(self.path(".csv"), [names, *([line.get(name, "") for name in names] for line in self.rows)])
             keeping.keep_only(self.kept, self._digests())
 
     def _digests(self) -> set[str]:
-        return {one[keeping.KEPT] for one in self.rows if one.get(keeping.KEPT)}
+        return {line[keeping.KEPT] for line in self.rows if line.get(keeping.KEPT)}
 
 
-def _is_of(found: dict[str, str], row: Row) -> bool:
-    """Returns True if the measurements have the row's key and seed. Measurements without a seed have seed 1."""
+def _is_of(line: dict[str, str], row: Row) -> bool:
+    """Returns True if a line of the table has the row's key and seed. A line without a seed has seed 1."""
     key = {**row.key, "seed": str(row.seed)}
-    return all((found.get(name) or ("1" if name == "seed" else None)) == value for name, value in key.items())
+    return all((line.get(name) or ("1" if name == "seed" else None)) == value for name, value in key.items())
 
 
 def made_by() -> dict[str, str]:
-    """Returns the columns that say when and with what a row is measured: date, the package's version and commit, torch,
-    processor."""
+    """Returns the columns that say when and with which software and hardware a row is measured: date, the package's
+    version and commit, torch, processor."""
     return {"date": time.strftime("%Y-%m-%d"), **_installed()}
 
 
@@ -167,7 +167,7 @@ def _installed() -> dict[str, str]:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Locks the folder during the block: waits until no other process is inside this block for the same folder."""
+    """Locks the folder during the block. It waits first if another process has locked the folder."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:

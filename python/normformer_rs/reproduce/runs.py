@@ -60,7 +60,7 @@ class Run:
 
 
 class Runs:
-    """Makes and finds the runs whose folders lie in one folder."""
+    """Makes and finds the runs whose folders are in one folder."""
 
     def __init__(
         self, folder: Path, data: Path, *, device: str, progress: bool, corpora: Mapping[str, Corpus] = CORPORA
@@ -127,8 +127,8 @@ class Runs:
     def translations(self, run: Run, scale: Scale) -> tuple[list[str], list[str]]:
         """Returns the translations of the scored part, made with the scale's checkpoint and the row's search options,
         and the references. Translations are saved in the run's folder and made only once."""
-        how = [scale.checkpoint, scale.scored, run.row.search]
-        saved = run.output / f"{scale.scored}-{hashlib.sha256(json.dumps(how).encode()).hexdigest()[:8]}.txt"
+        settings = [scale.checkpoint, scale.scored, run.row.search]
+        saved = run.output / f"{scale.scored}-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]}.txt"
         if not saved.exists():
             if scale.checkpoint == "average":
                 keep = max(1, run.row.options.get("keep", TrainingConfig().keep))  # type: ignore[attr-defined]
@@ -148,8 +148,8 @@ class Runs:
 
 def trainer_of(options: Options, files: Files, device: str) -> Trainer:
     """Returns the trainer of a run with these options and files. Errors: InputError for options that do not fit."""
-    own = {role: str(path) for role, path in files.items() if not role.startswith("test")}
-    parts = split({**own, **options, "device": device}, TransformerConfig, TrainingConfig, DataConfig)
+    paths = {role: str(path) for role, path in files.items() if not role.startswith("test")}
+    parts = split({**paths, **options, "device": device}, TransformerConfig, TrainingConfig, DataConfig)
     model, training, data = parts
     return Trainer(TransformerConfig(**model), TrainingConfig(**training), DataConfig(**data))
 
@@ -166,18 +166,18 @@ def parameters_of(options: Options, name: str, corpus: Corpus, data: Path) -> in
 def read_verdict(path: Path) -> dict[str, Any]:
     """Returns the content of a verdict file: the result of `judge` and `has_ended`. Errors: InputError for a damaged
     file; FileNotFoundError."""
-    again = "remove it to judge the run again"
-    found = text.read_json(path, again)
+    advice = "remove it to judge the run again"
+    content = text.read_json(path, advice)
     is_whole = (
-        found.keys() == {"verdict", "has_ended", *_NUMBERS}
-        and isinstance(found["verdict"], str)
-        and isinstance(found["has_ended"], bool)
-        and {type(found[name]) for name in _NUMBERS} <= {int, float}
-        and not found["unigram_entropy"] > _MOST_NATS
+        content.keys() == {"verdict", "has_ended", *_NUMBERS}
+        and isinstance(content["verdict"], str)
+        and isinstance(content["has_ended"], bool)
+        and {type(content[name]) for name in _NUMBERS} <= {int, float}
+        and not content["unigram_entropy"] > _MOST_NATS
     )
     if not is_whole:
-        raise InputError(f"{path}: expected the numbers and words of a run's verdict; got others; {again}")
-    return found
+        raise InputError(f"{path}: expected the numbers and words of a run's verdict; got others; {advice}")
+    return content
 
 
 def judge(output: Path, has_ended: bool) -> dict[str, Any]:
@@ -203,8 +203,8 @@ def judge(output: Path, has_ended: bool) -> dict[str, Any]:
 
 
 class Course(NamedTuple):
-    """Numbers that describe the course of a training NLL, from its means over windows of 50 updates, or of a third of
-    the run if that is less."""
+    """Numbers that describe how the training NLL has changed, from its means over windows of 50 updates, or of a third
+    of the run if that is less."""
 
     last: float
     """The mean of the last window."""

@@ -56,17 +56,18 @@ class Difference(NamedTuple):
 def merged(values: Sequence[str]) -> "str | Spread":
     """Returns one value for the values that several seeds have in a column. Numbers become a Spread; if some seeds have
     none, a text with mean and count. Words become the common word, or each word with its count."""
-    numbers = [_number(value) for value in values]
-    found = [number for number in numbers if number is not None and math.isfinite(number)]
     if len(values) == 1 or not any(values):
         return values[0] if values else ""
-    if len(found) == len(values):
-        return Spread(tuple(found))
-    if found:  # some of the runs, but not all, have a number
-        some = f"{Spread(tuple(found)):.4g}" if len(found) > 1 else f"{found[0]:.4g}"
-        return f"{some} ({len(found)} of {len(values)})"
+    numbers = [number for value in values if (number := _number(value)) is not None and math.isfinite(number)]
+    if len(numbers) == len(values):
+        return Spread(tuple(numbers))
+    if numbers:  # some of the runs, but not all, have a number
+        mean = f"{Spread(tuple(numbers)):.4g}" if len(numbers) > 1 else f"{numbers[0]:.4g}"
+        return f"{mean} ({len(numbers)} of {len(values)})"
     counts = {word: values.count(word) for word in dict.fromkeys(values)}
-    return next(iter(counts)) if len(counts) == 1 else ", ".join(f"{word} {n}" for word, n in counts.items())
+    if len(counts) == 1:
+        return values[0]
+    return ", ".join(f"{word} {count}" for word, count in counts.items())
 
 
 def interval(numbers: Sequence[float], share: float = 0.95) -> tuple[float, float]:
@@ -76,15 +77,15 @@ def interval(numbers: Sequence[float], share: float = 0.95) -> tuple[float, floa
     return spread.mean - half, spread.mean + half
 
 
-def difference(pairs: Sequence[float]) -> Difference | None:
+def difference(differences: Sequence[float]) -> Difference | None:
     """Returns the paired t test of the differences, one for each seed; None if there are fewer than two."""
-    if len(pairs) < 2:
+    if len(differences) < 2:
         return None
-    spread = Spread(tuple(pairs))
+    spread = Spread(tuple(differences))
     if spread.sd == 0:
         return Difference(spread, 1.0 if spread.mean == 0 else 0.0)
-    t = spread.mean / (spread.sd / math.sqrt(len(pairs)))
-    return Difference(spread, 1 - within(t, len(pairs) - 1))
+    t = spread.mean / (spread.sd / math.sqrt(len(differences)))
+    return Difference(spread, 1 - within(t, len(differences) - 1))
 
 
 def within(t: float, freedom: int) -> float:
@@ -118,11 +119,11 @@ def quantile(share: float, freedom: int) -> float:
 def corrected(values: Sequence[float]) -> list[float]:
     """Returns the p-values corrected for their number (Holm 1979). With corrected values, the probability that any of
     several equal rows is called different is no larger than for a single row."""
-    found, largest = [0.0] * len(values), 0.0
+    result, largest = [0.0] * len(values), 0.0
     for rank, i in enumerate(sorted(range(len(values)), key=values.__getitem__)):
         largest = max(largest, min(1.0, (len(values) - rank) * values[i]))
-        found[i] = largest
-    return found
+        result[i] = largest
+    return result
 
 
 def _number(text: str) -> float | None:

@@ -91,17 +91,17 @@ def comparisons(results: Results, shown: Shown) -> dict[tuple[str, ...], Compare
     """Returns the comparison of each measured row with its baseline, by the row's key. If a run of the row or of its
     baseline failed, there is no test, and p is 1."""
     name = shown.value if results.seeds > 1 and shown.value else "bleu"  # with one seed, the bootstrap resamples BLEU
-    found = {}
+    compared = {}
     for row in results.scale.rows:
-        if (base := baseline_of(results.scale, row)) is None:
+        if (baseline := baseline_of(results.scale, row)) is None:
             continue
-        own, theirs = results.each_seed(row), results.each_seed(base)
-        seeds = [seed for seed in own if seed in theirs]
-        values = [(number(own[seed].get(name) or ""), number(theirs[seed].get(name) or "")) for seed in seeds]
+        own, others = results.each_seed(row), results.each_seed(baseline)
+        seeds = [seed for seed in own if seed in others]
+        values = [(number(own[seed].get(name) or ""), number(others[seed].get(name) or "")) for seed in seeds]
         p = number(own[seeds[0]].get("p") or "") if results.seeds == 1 and seeds else None
-        if (one := paired(values, COLUMNS[name], p)) is not None:
-            found[(*row.key.values(),)] = one
-    return holm(found)
+        if (comparison := paired(values, COLUMNS[name], p)) is not None:
+            compared[(*row.key.values(),)] = comparison
+    return holm(compared)
 
 
 def paired(
@@ -109,32 +109,34 @@ def paired(
 ) -> Compared | None:
     """Returns the comparison of a row with its baseline, or None if there is nothing to compare. `values` holds both
     values for each seed, with None for a failed run; `p` is the bootstrap's p if there is only one seed."""
-    differences = [one - other for one, other in values if one is not None and other is not None]
+    differences = [own - other for own, other in values if own is not None and other is not None]
     if failed := len(values) - len(differences):
         return Compared(False, 1.0, f"not compared: {failed} of {len(values)} pairs failed")
-    if (told := difference(differences)) is not None:
-        low, high = (f"{end:+{column.form}}" for end in told.interval)
-        mean, least = f"{told.spread.mean:+{column.form}}", f"{told.least:{column.form}}"
+    if (tested := difference(differences)) is not None:
+        low, high = (f"{end:+{column.form}}" for end in tested.interval)
+        mean, least = f"{tested.spread.mean:+{column.form}}", f"{tested.least:{column.form}}"
         words = f"{mean} [{low}, {high}], p = {{:.3f}}; least {least}"
-        return Compared((told.spread.mean < 0) == column.falls, told.p, words, told)
+        return Compared((tested.spread.mean < 0) == column.falls, tested.p, words, tested)
     if differences and p is not None:
         return Compared((differences[0] < 0) == column.falls, p, "{:.3f}")
     return None
 
 
-def holm(found: dict[Key, Compared]) -> dict[Key, Compared]:
-    """Returns the comparisons with corrected p-values (Holm 1979). Comparisons with failed runs have no test, so they
-    do not count."""
-    tested = {key: one for key, one in found.items() if "{" in one.words}
-    for (key, one), p in zip(tested.items(), corrected([one.p for one in tested.values()])):
-        found[key] = one._replace(p=p, words=one.words.format(p))
-    return found
+def holm(compared: dict[Key, Compared]) -> dict[Key, Compared]:
+    """Corrects the p-values of the comparisons, in place (Holm 1979), and returns the comparisons. Comparisons with
+    failed runs have no test, so they do not count."""
+    tested = {key: comparison for key, comparison in compared.items() if "{" in comparison.words}
+    p_values = corrected([comparison.p for comparison in tested.values()])
+    for (key, comparison), p in zip(tested.items(), p_values):
+        compared[key] = comparison._replace(p=p, words=comparison.words.format(p))
+    return compared
 
 
 def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
     """Returns the headings and the lines of the table: the row's key, the measurements, the paper's figures."""
     measured, compared = results.measured, comparisons(results, shown)
     papers = list(dict.fromkeys(name for row, _ in measured for name in row.paper))
+    # Without `across` each row is a line. Otherwise the rows that differ in this key only are the cells of one line.
     if not shown.across:
         keys = list(measured[0][0].key) if measured else []
         headings = [_heading(results, shown, name) for name in shown.columns]
@@ -152,35 +154,36 @@ def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
         grouped.setdefault(rest, {})[row.key[shown.across]] = row, found
     keys = [key for key in measured[0][0].key if key != shown.across] if measured else []
     lines, first = [], None
-    for rest, found_by in grouped.items():
-        cells = [_cell(*found_by[value], shown, compared) if value in found_by else "" for value in values]
-        if shown.across == "lr" and (best := _best(found_by, shown)) is not None and len(found_by) > 1:
-            is_edge = float(best) in (max(map(float, found_by)), min(map(float, found_by)))
+    for rest, cells_by_value in grouped.items():
+        cells = [_cell(*cells_by_value[value], shown, compared) if value in cells_by_value else "" for value in values]
+        if shown.across == "lr" and (best := _best(cells_by_value, shown)) is not None and len(cells_by_value) > 1:
+            is_edge = float(best) in (max(map(float, cells_by_value)), min(map(float, cells_by_value)))
             cells[values.index(best)] += " (edge)" if is_edge else ""
         paper: dict[str, str] = {}
-        for row, _ in found_by.values():
+        for row, _ in cells_by_value.values():
             paper |= row.paper
         if shown.mean:
-            numbers = [number(found.get(shown.value, "")) for _, found in found_by.values()]
-            whole = [one for one in numbers if one is not None]
-            mean = sum(whole) / len(whole) if len(whole) == len(values) else None
+            numbers = [number(found.get(shown.value, "")) for _, found in cells_by_value.values()]
+            known = [value for value in numbers if value is not None]
+            mean = sum(known) / len(known) if len(known) == len(values) else None
             first = mean if first is None else first
             form = COLUMNS[shown.value].form
             cells += ["", ""] if mean is None or first is None else [f"{mean:{form}}", f"{mean - first:+{form}}"]
         lines.append([*rest, *cells, *(paper.get(name, "") for name in papers)])
-    of_means = ["mean", "Δ from the first row"] if shown.mean else []
-    return [*map(_words, keys), *(f"{_words(shown.across)} {value}" for value in values), *of_means, *papers], lines
+    mean_headings = ["mean", "Δ from the first row"] if shown.mean else []
+    value_headings = [f"{_words(shown.across)} {value}" for value in values]
+    return [*map(_words, keys), *value_headings, *mean_headings, *papers], lines
 
 
 def _words_of(compared: dict[tuple[str, ...], Compared], row: Row) -> str:
-    one = compared.get((*row.key.values(),))
-    return "" if one is None else one.words
+    comparison = compared.get((*row.key.values(),))
+    return "" if comparison is None else comparison.words
 
 
-def _best(found_by: dict[str, tuple[Row, Found]], shown: Shown) -> str | None:
+def _best(cells_by_rate: dict[str, tuple[Row, Found]], shown: Shown) -> str | None:
     """Returns the learning rate with the best value; None if no value was measured."""
-    values = {rate: one for rate, (_, found) in found_by.items()
-              if (one := number(found.get(shown.value, ""))) is not None}  # fmt: skip
+    values = {rate: value for rate, (_, found) in cells_by_rate.items()
+              if (value := number(found.get(shown.value, ""))) is not None}  # fmt: skip
     if not values:
         return None
     return (min if COLUMNS[shown.value].falls else max)(values, key=values.__getitem__)
@@ -189,31 +192,30 @@ def _best(found_by: dict[str, tuple[Row, Found]], shown: Shown) -> str | None:
 def _heading(results: Results, shown: Shown, name: str) -> str:
     if name != "p":
         return COLUMNS[name].heading
-    of = DIFFERENCES if results.seeds > 1 else COMPARED
-    other = "difference from" if results.seeds > 1 else "p against"
-    more = " [95 % interval], p by Holm; least difference found in four of five studies"
-    more = more if results.seeds > 1 else ", by Holm"
-    return of.get(shown.compared, f"{other} {shown.compared}") + more
+    if results.seeds > 1:
+        heading = DIFFERENCES.get(shown.compared, f"difference from {shown.compared}")
+        return heading + " [95 % interval], p by Holm; least difference found in four of five studies"
+    return COMPARED.get(shown.compared, f"p against {shown.compared}") + ", by Holm"
 
 
 def baseline_of(scale: Scale, row: Row) -> Row | None:
     """Returns the row with which this one is compared, or None if there is none. It has the same text and seed; it is
     the row before, the first row or the named one, as `Shown.compared` says."""
-    same = [other for other in scale.rows if other.corpus == row.corpus]
-    at = [other.key for other in same].index(row.key)
-    if at == 0 and scale.shown.compared in COMPARED:
+    same_text = [other for other in scale.rows if other.corpus == row.corpus]
+    index = [other.key for other in same_text].index(row.key)
+    if index == 0 and scale.shown.compared in COMPARED:
         return None
-    number = row.seed - same[at].seed
+    number = row.seed - same_text[index].seed
     if scale.shown.compared in COMPARED:
-        return same[at - 1 if scale.shown.compared == "before" else 0].seeded(number)
-    # `compared` is a value of the first key: the baseline has it there, and the row's values of all other keys.
-    chosen = next((other for other in same if _named(other, scale.shown.compared) == _named(row, "")), None)
+        return same_text[index - 1 if scale.shown.compared == "before" else 0].seeded(number)
+    # `compared` is a value of the first key. The baseline has this value, and the row's values of all other keys.
+    chosen = next((other for other in same_text if _named(other, scale.shown.compared) == _named(row, "")), None)
     return None if chosen is None or chosen.key == row.key else chosen.seeded(number)
 
 
 def _named(row: Row, name: str) -> tuple[str, ...]:
-    """Returns the row's keys without the first one. If the first key is not `name`, "" stands in its place, so that the
-    result equals no other row's; with name "" any first key is accepted."""
+    """Returns the values of the row's keys without the first one. If the first value is not `name`, "" is put in its
+    place, so that the result equals no other row's; if `name` is "", any first value is accepted."""
     first, *rest = row.key.values()
     return tuple(rest) if first == name or not name else ("", *rest)
 
@@ -223,7 +225,7 @@ def _words(key: str) -> str:
 
 
 def _measured(found: Found, name: str) -> str:
-    """Returns the text of a measured cell. For BLEU that is missing because the run diverged it is "diverged"."""
+    """Returns the text of a measured cell. It is "diverged" if BLEU is missing because the run diverged."""
     value = found.get(name, "")
     if name == "bleu" and not value:
         return "diverged" if found.get("verdict") == "diverged" else ""
@@ -237,10 +239,13 @@ def _measured(found: Found, name: str) -> str:
 def _cell(row: Row, found: Found, shown: Shown, compared: dict[tuple[str, ...], Compared]) -> str:
     """Returns the text of a cell, `Shown.cell` filled with the measurements. It has a star if the row is better than
     its baseline with p below `Shown.significance`. If a number was not measured, the cell is the run's verdict."""
-    values = {name: value if isinstance(value, Spread) or (read := number(value)) is None else read
-              for name, value in found.items()}  # fmt: skip
-    one = compared.get((*row.key.values(),))
-    star = "*" if one is not None and one.is_better and one.p < shown.significance else ""
+    values: dict[str, str | float | Spread] = dict(found)
+    for name, value in found.items():
+        if not isinstance(value, Spread) and (read := number(value)) is not None:
+            values[name] = read
+    comparison = compared.get((*row.key.values(),))
+    is_significant = comparison is not None and comparison.is_better and comparison.p < shown.significance
+    star = "*" if is_significant else ""
     try:
         return shown.cell.format_map(values) + star
     except (KeyError, ValueError):
@@ -274,11 +279,11 @@ def section(entry: Reproduction, scale: str, results: Results, file: Path) -> st
     chosen = entry.scales[scale]
     dates = sorted({found["date"] for found in results.rows if found.get("date")})
     lacking = sum(results.find(row) is None for row in results.wanted)
-    told = f"; {lacking} of {len(results.wanted)} runs have not been made" if lacking else ""
-    told += f", {results.stale} of them only with other options" if results.stale else ""
+    left = f"; {lacking} of {len(results.wanted)} runs have not been made" if lacking else ""
+    left += f", {results.stale} of them only with other options" if results.stale else ""
     when = f"; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}" if dates else ""
-    made = f"{chosen.about}{_seeds(results)}{when}{told} (`{results.path('.csv').name}`)."
-    about = f"`normformer-rs reproduce {entry.name} --scale {scale}`: {made}"
+    recipe = f"{chosen.about}{_seeds(results)}{when}{left} (`{results.path('.csv').name}`)."
+    about = f"`normformer-rs reproduce {entry.name} --scale {scale}`: {recipe}"
     parts = [begin, "", *textwrap.wrap(about, WIDTH, break_long_words=False, break_on_hyphens=False), ""]
     parts.append(markdown(*table(results, chosen.shown)))
     picture = results.path(".png")

@@ -1,9 +1,9 @@
 """Makes the corpus `verses` from two Bibles, which are modules of the SWORD project: one verse per line, with whole
 chapters for validation and test.
 
-A module has three files for each testament: compressed blocks (`.bzz`), their places (`.bzs`: offset, size, full size)
-and the slots in them (`.bzv`: block, offset, length). A slot holds a heading or a verse; the verses of a chapter follow
-its heading.
+A module has three files for each testament: compressed blocks (`.bzz`), the positions of the blocks in that file
+(`.bzs`: offset, size, unpacked size), and the slots in the blocks (`.bzv`: block, offset, length). A slot holds a
+heading or a verse; the verses of a chapter follow its heading.
 """
 
 import html
@@ -54,11 +54,11 @@ def pairs(english: Path, spanish: Path) -> Iterator[tuple[str, str, str]]:
     Errors: InputError for damaged modules.
     """
     part_of = {chapter: part for part, chapters in HELD_OUT.items() for chapter in chapters.split()}
-    ours = read(english)
-    for place, target in read(spanish).items():
-        source = ours.get(place, "")
+    sources = read(english)
+    for (chapter, number), target in read(spanish).items():
+        source = sources.get((chapter, number), "")
         if _is_pair(source, target):
-            yield part_of.get(place[0], "train"), source, target
+            yield part_of.get(chapter, "train"), source, target
 
 
 def _is_pair(source: str, target: str) -> bool:
@@ -90,11 +90,13 @@ def read(module: Path) -> Verses:
 
 
 def _slots(path: Path) -> Iterator[bytes]:
-    places, packed, slots = (path.with_suffix(end).read_bytes() for end in (".bzs", ".bzz", ".bzv"))
-    ends = [(at, at + size) for at, size, _ in struct.iter_unpack("<III", places)]
-    blocks = [zlib.decompress(packed[begin:end]) if end > begin else b"" for begin, end in ends]
-    for block, at, size in struct.iter_unpack("<IIH", slots):
-        yield blocks[block][at : at + size] if size else b""
+    """Yields the content of each slot of a testament, in order; b"" for an empty slot."""
+    positions, packed, slots = (path.with_suffix(end).read_bytes() for end in (".bzs", ".bzz", ".bzv"))
+    blocks = []
+    for offset, size, _ in struct.iter_unpack("<III", positions):
+        blocks.append(zlib.decompress(packed[offset : offset + size]) if size else b"")
+    for block, offset, size in struct.iter_unpack("<IIH", slots):
+        yield blocks[block][offset : offset + size] if size else b""
 
 
 def cleaned(verse: str) -> str:

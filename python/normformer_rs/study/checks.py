@@ -1,4 +1,4 @@
-"""Checks the arguments of a study, and names the texts that some of them may have."""
+"""Checks the arguments of a study, and defines the special values that some of them may have."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ OWN_LOOP = "own loop"
 OWN_START = "own"
 """The value in `init` that means that each scheme is initialised in its own way."""
 TUNING = 1000
-"""The distance of seeds: the rate for the reported seed s is chosen with runs of seed s + 1000."""
+"""The offset of the seeds that choose rates: the rate for the reported seed s is chosen with runs of seed s + 1000."""
 METRICS = {"valid_nll": "validation NLL, in nats per token", "bleu": "BLEU"}
 _MADE_PAIRS = ("demo", "numbers")
 """Corpora for translation that are generated, not read from files."""
@@ -78,8 +78,8 @@ def check_values(study: "Study") -> None:
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)} exclude each other; give one budget")
     for name in given:
-        of_kind = _is_number if name == "flop" else _is_whole
-        if not of_kind(budgets[name]) or not 1 <= budgets[name] < (math.inf if name == "flop" else 2**63):
+        has_right_type = _is_number(budgets[name]) if name == "flop" else _is_whole(budgets[name])
+        if not has_right_type or not 1 <= budgets[name] < (math.inf if name == "flop" else 2**63):
             raise InputError(f"{name} must be a positive number; got {budgets[name]!r}")
     if study.metric not in METRICS:
         raise InputError(unknown("metric", study.metric, METRICS))

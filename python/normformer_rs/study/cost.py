@@ -18,8 +18,8 @@ _WARM = 3
 
 
 class Cost(NamedTuple):
-    """The cost of an arm at one depth with one initialisation. Numbers are for all its runs together, if they do not
-    say otherwise."""
+    """The cost of an arm at one depth with one initialisation. Unless noted otherwise, a number is the total of all its
+    runs."""
 
     cell: Cell
     runs: int
@@ -48,9 +48,9 @@ def _cost(study: Study, cell: Cell, corpus: Corpus, files: Files, device: str) -
     few = {"updates": _UPDATES, "evaluate_every": _UPDATES, "warmup": _UPDATES}
     with tempfile.TemporaryDirectory() as output:
         short = trainer_of({**options, **few}, files, device)
-        made: History = short.fit(output, progress=False, tensorboard=False, curves=False, overwrite=True)
+        history: History = short.fit(output, progress=False, tensorboard=False, curves=False, overwrite=True)
         # The last update is left out, because its time includes the evaluation.
-        seconds = float(np.median(np.diff(made.seconds)[_WARM - 1 : -1]))
+        seconds = float(np.median(np.diff(history.seconds)[_WARM - 1 : -1]))
         disk = sum(path.stat().st_size for path in Path(output).rglob("*") if path.is_file())
     tokens = updates * short.training.max_tokens * short.training.accumulate  # type: ignore[attr-defined]
     flop = 6.0 * needs.parameters * tokens * runs

@@ -39,8 +39,8 @@ else:
     import tomli as tomllib
 
 _CLOCKS = {"warmup": 0.1, "branchnorm_steps": 0.2, "prores_steps": 0.5, "powernorm_warmup": 0.1, "prepbn_steps": 0.5}
-"""The default durations, as shares of the run. That of prores_steps is for all layers together; it is divided by their
-number."""
+"""The default durations, as shares of the run. For prores_steps the share is for all layers together; each layer gets
+this number divided by the number of layers."""
 _FIELDS: dict[str, Field] = {
     field.name: field for kind in (TransformerConfig, TrainingConfig, DataConfig) for field in kind.FIELDS
 }
@@ -81,19 +81,19 @@ class Study:
         lr: the learning rates, the same for all arms.
         seeds: the number of reported seeds; 3 or more give intervals.
         layers: depths, each of encoder and decoder; empty for that of the options.
-        init: initialisations, "own" for each scheme's own; several to compare with each.
+        init: initialisations, "own" for each scheme's own; the arms are compared under each of them.
         updates, tokens, flop: the budget of a run: its updates, its padded tokens, or its operations by
             6 · parameters · tokens (Kaplan et al. 2020). Give one.
         metric: "valid_nll" or "bleu".
         baseline: the arm with which the others are compared; "" for the first.
         text: a corpus of `reproduce` ("numbers" is made on the spot), or the files train_target, valid_target, … and
-            the options of the text, such as bpe_operations. "own loop": arms are only for `for trial in study`.
+            the options of the text, such as bpe_operations. "own loop" for arms that only `for trial in study` trains.
         margin: the difference, in the metric's unit, below which arms count as equal. None: nothing is called equal.
         title, question: the title of the page of results, and the question that it answers.
         data: the folder of `reproduce`'s corpora.
 
-    An integer option may be a share of the run: `warmup = 0.1` is a tenth of the updates. Where a study sets none,
-    warmup and powernorm_warmup are a tenth, branchnorm_steps a fifth, and prores and prepbn end after half of the run.
+    An integer option may be a share of the run: `warmup = 0.1` is a tenth of the updates. By default warmup and
+    powernorm_warmup are a tenth, branchnorm_steps a fifth, and prores and prepbn end after half of the run.
 
     Errors: InputError for unknown names, wrong values, and options that do not fit together.
     """
@@ -126,8 +126,8 @@ class Study:
         put("baseline", self.baseline or next(iter(self.arms)))
         put("title", self.title or ", ".join(self.arms))
         check_values(self)
-        # All options are checked here. A budget in operations is checked later, since its number of updates depends on
-        # the text, which need not be on this machine yet.
+        # All options are checked here, but not for a budget in operations: its number of updates depends on the text,
+        # which need not be on this machine yet.
         for cell in self.cells if self.is_of_the_loop and self.flop is None else ():
             self._resolved(cell, self.lr[0])
 
@@ -172,14 +172,14 @@ class Study:
         made = []
         for layers, init, (name, arm) in itertools.product(self.layers or (None,), self.init, self.arms.items()):
             key = {"arm": name}
-            own: Options = dict(arm) if isinstance(arm, Mapping) else {}
+            options: Options = dict(arm) if isinstance(arm, Mapping) else {}
             if layers is not None:
-                own |= {"encoder_layers": layers, "decoder_layers": layers}
+                options |= {"encoder_layers": layers, "decoder_layers": layers}
                 key |= {"layers": str(layers)} if len(self.layers) > 1 else {}
             if init != OWN_START:
-                own["init"] = init
+                options["init"] = init
             key |= {"init": init} if len(self.init) > 1 else {}
-            made.append(Cell(key, own))
+            made.append(Cell(key, options))
         return made
 
     @property
@@ -222,14 +222,14 @@ class Study:
             return self.text, CORPORA[self.text]
         files = {role: str(Path(path).absolute()) for role, path in self.text.items() if role in PARTS}
         options = {name: value for name, value in self.text.items() if name not in PARTS}
-        holds = hashlib.sha256()
+        content = hashlib.sha256()
         for role, path in files.items():
-            if (whole := found(Path(path))) is None:
+            if (file := found(Path(path))) is None:
                 raise InputError(f"text: {role}: no such file: {path}")
-            holds.update(role.encode() + hashlib.sha256(whole.read_bytes()).digest())
-        holds.update(digest(options).encode())
+            content.update(role.encode() + hashlib.sha256(file.read_bytes()).digest())
+        content.update(digest(options).encode())
         title = Path(files["train_target"]).name
-        return f"text-{holds.hexdigest()[:8]}", Corpus(title, "the study's own", files, options, "13a")
+        return f"text-{content.hexdigest()[:8]}", Corpus(title, "the study's own", files, options, "13a")
 
     @property
     def reproduction(self) -> Reproduction:
@@ -261,12 +261,13 @@ class Study:
             options = _needed(options)
             options["init"] = options.get("init") or _own_start(options.get("residual"))
             model, training, data = split(options, TransformerConfig, TrainingConfig, DataConfig)
-            checked = TransformerConfig(**model), TrainingConfig(**training), DataConfig(**data)
+            configs = TransformerConfig(**model), TrainingConfig(**training), DataConfig(**data)
         except InputError as error:
             raise InputError(f"arm {cell.name}: {error}") from error
-        return {name: value for one in checked for name, value in one.asdict().items() if name in options}
+        return {name: value for config in configs for name, value in config.asdict().items() if name in options}
 
     def _updates(self, options: Options) -> int:
+        """Returns the number of updates of a run with these options, which the study's budget determines."""
         if self.updates is not None:
             return self.updates
         batch = _count(options, "max_tokens") * _count(options, "accumulate")
@@ -282,16 +283,17 @@ class Study:
 
 
 def _source(arm: Any) -> str:
-    """Returns a digest of a function's source, defaults and captured values. It is part of a row's options, so that
-    rows of an earlier version of the function are not taken for this one's."""
+    """Returns a digest of a function's source, defaults and captured values. The digest is part of a row's options, so
+    that rows measured with an earlier version of the function are not reused."""
     if isinstance(arm, functools.partial):
         return digest([_source(arm.func), repr(arm.args), repr(sorted(arm.keywords.items()))])
     try:
         source = inspect.getsource(arm)
     except (OSError, TypeError):  # no source: the function was typed at a prompt, or is another callable
         source = f"{getattr(arm, '__module__', '')}.{getattr(arm, '__qualname__', type(arm).__qualname__)}"
-    held = [repr(cell.cell_contents) for cell in getattr(arm, "__closure__", None) or ()]
-    return digest([source, repr(getattr(arm, "__defaults__", None)), repr(getattr(arm, "__kwdefaults__", None)), held])
+    captured = [repr(cell.cell_contents) for cell in getattr(arm, "__closure__", None) or ()]
+    defaults = repr(getattr(arm, "__defaults__", None)), repr(getattr(arm, "__kwdefaults__", None))
+    return digest([source, *defaults, captured])
 
 
 def _count(options: Options, name: str) -> int:
@@ -312,15 +314,15 @@ def _duration(name: str, value: Any, updates: int) -> Any:
 
 def _needed(options: Options) -> Options:
     """Returns the options without the durations that belong to norms and schemes that the model does not have."""
-    model = {str(options.get(name)) for name in OWN}
-    kept = {"branchnorm_steps": "branchnorm", "prores_steps": "prores", "powernorm_warmup": "powernorm"}
-    kept |= {"prepbn_steps": "prepbn"}
-    return {name: value for name, value in options.items()
-            if name not in kept or any(kept[name] in part for part in model)}  # fmt: skip
+    norms_and_scheme = {str(options.get(name)) for name in OWN}
+    owners = {"branchnorm_steps": "branchnorm", "prores_steps": "prores", "powernorm_warmup": "powernorm"}
+    owners |= {"prepbn_steps": "prepbn"}
+    return {option: value for option, value in options.items()
+            if option not in owners or any(owners[option] in name for name in norms_and_scheme)}  # fmt: skip
 
 
 def _own_start(residual: Any) -> str:
     """Returns the name of the residual scheme's own initialisation; xavier for a scheme that is not in the table, such
     as a user's own."""
-    default = TransformerConfig().residual if residual is None else residual  # type: ignore[attr-defined]
-    return next((entry["init"] for entry in ENTRIES["residuals"] if entry["name"] == default), "xavier")
+    scheme = TransformerConfig().residual if residual is None else residual  # type: ignore[attr-defined]
+    return next((entry["init"] for entry in ENTRIES["residuals"] if entry["name"] == scheme), "xavier")

@@ -25,19 +25,19 @@ def parser() -> Command:
         folder += "processes share one. Default: study."
         parser.add_argument("--output", metavar="DIR", default="study", help=folder)
         parser.add_argument("--data", metavar="DIR", help="Folder of the corpora. Default: the study's, data.")
-        parser.add_argument("--only", metavar="ARM", nargs="+", default=[], help="Make the runs of these arms alone.")
-        hours = "Begin no run after so many hours. Default: no limit."
+        parser.add_argument("--only", metavar="ARM", nargs="+", default=[], help="Make only the runs of these arms.")
+        hours = "Begin no new run after X hours. Default: no limit."
         parser.add_argument("--max-hours", metavar="X", type=float, default=float("inf"), help=hours)
         parser.add_argument("--device", metavar="NAME", default="cpu", help="cpu, cuda, cuda:N or auto. Default: cpu.")
-        clients = "Then log curves and rows, by the client of that name: tensorboard, wandb or trackio."
+        clients = "Log curves and rows at the end, with the client of that name: tensorboard, wandb or trackio."
         parser.add_argument("--report", metavar="CLIENT", choices=REPORTS, help=clients)
         jobs = "Make the runs in N jobs of submitit: Slurm's where it is installed, else processes of this machine."
         parser.add_argument("--jobs", metavar="N", type=int, default=0, help=jobs)
         setting = "A setting of the jobs, such as slurm_partition=gpu or timeout_min=600; may be repeated."
         parser.add_argument("--job-setting", metavar="NAME=VALUE", action="append", default=[], help=setting)
-        plan = "Print the runs, and what they will cost by a few measured updates, then stop."
+        plan = "Print the runs and their cost, estimated from a few measured updates, then stop."
         parser.add_argument("--dry-run", action="store_true", help=plan)
-        parser.add_argument("--no-train", action="store_true", help="The page of what has been measured.")
+        parser.add_argument("--no-train", action="store_true", help="Make no run; write the page of the measured runs.")
         parser.add_argument("--trust", action="store_true", help="Run code that the file names as file.py:Class.")
         parser.add_argument("--no-progress", action="store_true", help="No progress bar.")
 
@@ -86,10 +86,10 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _settings(words: list[str]) -> dict[str, int | str]:
-    found: dict[str, int | str] = {}
+    settings: dict[str, int | str] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not name or not equals:
             raise InputError(f"--job-setting: expected NAME=VALUE, such as timeout_min=600; got {word}")
-        found[name] = int(value) if value.isdigit() else value
-    return found
+        settings[name] = int(value) if value.isdigit() else value
+    return settings

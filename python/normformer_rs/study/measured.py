@@ -31,8 +31,8 @@ class Chosen(NamedTuple):
 
 
 def choose(values: Mapping[float, float | None], falls: bool) -> Chosen:
-    """Returns the rate with the best value; of equal values that with the lowest rate. A value is None if its run
-    failed. `falls` is True if lower values are better."""
+    """Returns the rate with the best value, on a tie the lowest such rate. `values` maps each rate to the metric of its
+    run, or to None if the run failed. `falls` is True if lower values are better."""
     found = {rate: value for rate, value in sorted(values.items()) if value is not None}
     if not found:
         return Chosen(None, False)
@@ -40,21 +40,22 @@ def choose(values: Mapping[float, float | None], falls: bool) -> Chosen:
     return Chosen(best, len(values) > 1 and best in (min(values), max(values)))
 
 
-def value_of(found: Mapping[str, str] | None, metric: str) -> float | None:
+def value_of(columns: Mapping[str, str] | None, metric: str) -> float | None:
     """Returns a row's metric. Returns None if there is no row, if its run diverged, or if the metric is not finite."""
-    if found is None or found.get("verdict") == "diverged":
+    if columns is None or columns.get("verdict") == "diverged":
         return None
-    value = number(found.get(metric) or "")
+    value = number(columns.get(metric) or "")
     return value if value is not None and math.isfinite(value) else None
 
 
 def chosen_of(study: Study, results: Results, cell: Cell, seed: int) -> Chosen | None:
     """Returns the rate that is chosen for a cell and a reported seed; None if the run with some rate is still
     missing."""
-    found = {rate: results.find(row) for rate, row in zip(study.lr, study.tuning(cell, seed))}
-    if None in found.values():
+    measured = {rate: results.find(row) for rate, row in zip(study.lr, study.tuning(cell, seed))}
+    if None in measured.values():
         return None
-    return choose({rate: value_of(one, study.metric) for rate, one in found.items()}, COLUMNS[study.metric].falls)
+    values = {rate: value_of(columns, study.metric) for rate, columns in measured.items()}
+    return choose(values, COLUMNS[study.metric].falls)
 
 
 def results_of(study: Study, output: Path) -> Results:
@@ -78,25 +79,28 @@ def make(study: Study, results: Results, runs: "Runs", only: Sequence[str], max_
     ends = time.monotonic() + 3600 * max_hours
     for seed in range(1, study.seeds + 1):
         tuning = [row for cell in cells for row in study.tuning(cell, seed)]
-        if not _made(tuning, results, runs, ends):
+        if not _make_all(tuning, results, runs, ends):
             return False
         results.read()
-        rates = [(cell, chosen_of(study, results, cell, seed)) for cell in cells]
-        reported = [study.row(cell, one.rate, seed) for cell, one in rates if one is not None and one.rate is not None]
-        if not _made(reported, results, runs, ends):
+        reported = []
+        for cell in cells:
+            chosen = chosen_of(study, results, cell, seed)
+            if chosen is not None and chosen.rate is not None:
+                reported.append(study.row(cell, chosen.rate, seed))
+        if not _make_all(reported, results, runs, ends):
             return False
     return True
 
 
-def _made(rows: Sequence[Row], results: Results, runs: "Runs", ends: float) -> bool:
-    """Makes rows one by one, and waits for those that other processes make. Returns False if the time `ends` comes
+def _make_all(rows: Sequence[Row], results: Results, runs: "Runs", ends: float) -> bool:
+    """Makes rows one by one, and waits for rows that other processes make. Returns False if the time `ends` comes
     before all rows are made."""
-    pending, is_told = list(rows), False
+    pending, has_told_user = list(rows), False
     while pending := measure(pending, results.scale, results, runs, ends):
         if time.monotonic() >= ends:
             return False
-        if not is_told:
+        if not has_told_user:
             write(f"another process makes {len(pending)} of these runs: waiting for it")
-            is_told = True
+            has_told_user = True
         time.sleep(_WAIT)
     return True

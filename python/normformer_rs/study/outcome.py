@@ -25,7 +25,7 @@ class Arm(NamedTuple):
     """The number of seeds whose rate is the lowest or highest of the grid."""
     verdicts: str
     curve: dict[float, list[float | None]]
-    """By rate, the metrics of the runs that chose the rate, one for each seed; None for a failed run."""
+    """By rate, the metrics of the runs among which the rate was chosen, one for each seed; None for a failed run."""
     sensitivity: float
     """The sensitivity to the rate (Wortsman et al. 2023, §2.2) in nats: E_η[min(ℓ(η), ℓ₀) − min_η ℓ(η)] over the rates
     η of the grid. ℓ is the validation NLL, ℓ₀ the loss before the first update, which also replaces that of a failed
@@ -71,43 +71,51 @@ class Outcome(NamedTuple):
 def outcome(study: Study, results: Results) -> Outcome:
     """Returns the outcome of the study as far as its rows have been measured."""
     arms = [_arm(study, results, cell) for cell in study.cells]
-    by_key = {tuple(arm.cell.key.values()): arm for arm in arms}
-    compared: dict[tuple[str, ...], Compared] = {}
+    values_by_key = {_key(arm.cell): arm.values for arm in arms}
+    comparisons: dict[tuple[str, ...], Compared] = {}
     for arm in arms:
-        base = study.baseline_of(arm.cell)
-        theirs = by_key[tuple(base.key.values())].values if base is not None else {}
-        pairs = [(value, theirs[seed]) for seed, value in arm.values.items() if seed in theirs]
-        if len(pairs) > 1 and (one := paired(pairs, COLUMNS[study.metric])) is not None:
-            compared[tuple(arm.cell.key.values())] = one
-    compared = holm(compared)
-    arms = [_with(study, arm, compared.get(tuple(arm.cell.key.values()))) for arm in arms]
-    missing = study.runs - sum(map(_made, arms))
+        baseline = study.baseline_of(arm.cell)
+        if baseline is None:
+            continue
+        baseline_values = values_by_key[_key(baseline)]
+        pairs = [(value, baseline_values[seed]) for seed, value in arm.values.items() if seed in baseline_values]
+        if len(pairs) > 1 and (comparison := paired(pairs, COLUMNS[study.metric])) is not None:
+            comparisons[_key(arm.cell)] = comparison
+    comparisons = holm(comparisons)
+    arms = [_compared(study, arm, comparisons.get(_key(arm.cell))) for arm in arms]
+    missing = study.runs - sum(map(_count_runs, arms))
     tuning = [row for cell in study.cells for seed in range(1, study.seeds + 1) for row in study.tuning(cell, seed)]
     return Outcome(study, arms, results, missing, sum(map(results.is_stale, tuning)) + results.stale)
 
 
-def _with(study: Study, arm: Arm, one: Compared | None) -> Arm:
-    if one is None or one.difference is None or study.margin is None:
-        return arm._replace(compared=one)
-    low, high = interval(one.difference.spread.numbers, 0.9)
-    return arm._replace(compared=one, is_equal=-study.margin < low and high < study.margin)
+def _key(cell: Cell) -> tuple[str, ...]:
+    return tuple(cell.key.values())
+
+
+def _compared(study: Study, arm: Arm, comparison: Compared | None) -> Arm:
+    """Returns the arm with its comparison and, if the study has a margin, with the test of equality."""
+    if comparison is None or comparison.difference is None or study.margin is None:
+        return arm._replace(compared=comparison)
+    low, high = interval(comparison.difference.spread.numbers, 0.9)
+    return arm._replace(compared=comparison, is_equal=-study.margin < low and high < study.margin)
 
 
 def _arm(study: Study, results: Results, cell: Cell) -> Arm:
+    """Returns the results of a cell as far as its rows have been measured."""
     values: dict[int, float | None] = {}
     rates: dict[int, float | None] = {}
     curve: dict[float, list[float | None]] = {rate: [] for rate in study.lr}
     verdicts, losses, edges, seconds = [], [], 0, 0.0
     for seed in range(1, study.seeds + 1):
         tuned = {rate: results.find(row) for rate, row in zip(study.lr, study.tuning(cell, seed))}
-        made = {rate: found for rate, found in tuned.items() if found is not None}
-        for rate, found in made.items():
-            curve[rate].append(value_of(found, study.metric))
-            seconds += number(found.get("seconds") or "") or 0.0
+        measured = {rate: columns for rate, columns in tuned.items() if columns is not None}
+        for rate, columns in measured.items():
+            curve[rate].append(value_of(columns, study.metric))
+            seconds += number(columns.get("seconds") or "") or 0.0
         chosen = chosen_of(study, results, cell, seed)
         if chosen is None:  # runs that choose the rate are still missing
             continue
-        losses.append(_sensitivity(made))
+        losses.append(_sensitivity(measured))
         reported = results.find(study.row(cell, chosen.rate, seed)) if chosen.rate is not None else None
         if chosen.rate is not None and reported is None:  # the reported run is still missing
             continue
@@ -135,9 +143,10 @@ def _sensitivity(made: Mapping[float, Mapping[str, str]]) -> float:
     return statistics.fmean(losses) - min(losses)
 
 
-def _made(arm: Arm) -> int:
-    tuned = sum(len(values) for values in arm.curve.values())
-    return tuned + len(arm.values)
+def _count_runs(arm: Arm) -> int:
+    """Returns the number of the arm's runs that have been made."""
+    tuning_runs = sum(len(values) for values in arm.curve.values())
+    return tuning_runs + len(arm.values)
 
 
 def main_table(found: Outcome) -> tuple[list[str], list[list[str]]]:
@@ -167,16 +176,17 @@ def mean(arm: Arm, form: str) -> str:
     values = arm.found
     if not values:
         return "failed" if arm.values else "not measured"
-    said = f"{statistics.fmean(values):{form}}"
+    text = f"{statistics.fmean(values):{form}}"
     if arm.failed:
-        return f"{said} ({len(values)} of {len(arm.values)} seeds)"
+        return f"{text} ({len(values)} of {len(arm.values)} seeds)"
     if len(values) < 2:
-        return said
+        return text
     low, high = interval(values)
-    return f"{said} [{low:{form}}, {high:{form}}]"
+    return f"{text} [{low:{form}}, {high:{form}}]"
 
 
 def _rates(arm: Arm) -> str:
+    """Returns the table's cell with the chosen rates: with their numbers of seeds, if the seeds chose several rates."""
     rates = [f"{rate:g}" if rate is not None else "none" for rate in arm.rates.values()]
     counts = {rate: rates.count(rate) for rate in dict.fromkeys(rates)}
     words = ", ".join(f"{rate} ({n})" if len(counts) > 1 else rate for rate, n in counts.items())
@@ -200,7 +210,7 @@ def as_json(found: Outcome) -> dict[str, Any]:
 
 def _plain(study: Study, arm: Arm) -> dict[str, Any]:
     values = arm.found
-    made: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         **arm.cell.key,
         "values": arm.values,
         "rates": arm.rates,
@@ -213,12 +223,12 @@ def _plain(study: Study, arm: Arm) -> dict[str, Any]:
         "by_rate": {f"{rate:g}": values for rate, values in arm.curve.items()},
         "seconds": arm.seconds,
     }
-    if arm.compared is not None and (told := arm.compared.difference) is not None:
-        made |= {
-            "difference": told.spread.mean,
-            "difference_interval": [*told.interval],
+    if arm.compared is not None and (difference := arm.compared.difference) is not None:
+        numbers |= {
+            "difference": difference.spread.mean,
+            "difference_interval": [*difference.interval],
             "p_holm": arm.compared.p,
-            "least_difference": told.least,
+            "least_difference": difference.least,
         }
-        made |= {} if arm.is_equal is None else {"is_equal_within_margin": arm.is_equal}
-    return made
+        numbers |= {} if arm.is_equal is None else {"is_equal_within_margin": arm.is_equal}
+    return numbers

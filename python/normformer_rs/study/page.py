@@ -84,22 +84,26 @@ def sentence(found: Outcome, arm: Arm) -> str:
         return f"{name} failed with {arm.failed} of {len(arm.values)} seeds, so it is not compared.{edge}"
     if study.baseline_of(arm.cell) is None:
         return f"{name} is the baseline: {column.heading} {mean(arm, column.form)}.{edge}"
-    if arm.compared is None or (told := arm.compared.difference) is None:
+    if arm.compared is None or (difference := arm.compared.difference) is None:
         why = arm.compared.words if arm.compared is not None else "too few seeds"
         return f"{name} is not compared with {base}: {why}.{edge}"
-    size = f"{abs(told.spread.mean):{column.form}}"
+    distance = f"{abs(difference.spread.mean):{column.form}}"
     if arm.compared.p < 0.05:
-        word = ("lower" if told.spread.mean < 0 else "higher") + (", better" if arm.compared.is_better else ", worse")
-        said = f"{name} is {size} {word} than {base} (p = {arm.compared.p:.3f} after Holm's correction)."
+        direction = ("lower" if difference.spread.mean < 0 else "higher") + (
+            ", better" if arm.compared.is_better else ", worse"
+        )
+        sentences = f"{name} is {distance} {direction} than {base} (p = {arm.compared.p:.3f} after Holm's correction)."
     else:
-        said = (
+        sentences = (
             f"No difference between {name} and {base} was found (p = {arm.compared.p:.3f}); {len(arm.values)} seeds "
-            f"find one of {told.least:{column.form}} in four of five studies."
+            f"find one of {difference.least:{column.form}} in four of five studies."
         )
     if arm.is_equal is not None:
         margin = f"the margin of {study.margin:g}"
-        said += f" It is equal within {margin}." if arm.is_equal else f" It is not shown to be equal within {margin}."
-    return said + edge
+        sentences += (
+            f" It is equal within {margin}." if arm.is_equal else f" It is not shown to be equal within {margin}."
+        )
+    return sentences + edge
 
 
 def rules(study: Study) -> list[str]:
@@ -132,21 +136,21 @@ def rules(study: Study) -> list[str]:
 
 def _limits(found: Outcome) -> list[str]:
     study = found.study
-    row = found.results.scale.rows[0].options
-    depth = ", ".join(map(str, study.layers)) or str(row.get("decoder_layers", "the model's"))
-    length = f"{row['updates']:,} updates" if row["updates"] else "runs of this length"
-    said = [
+    options = found.results.scale.rows[0].options
+    depth = ", ".join(map(str, study.layers)) or str(options.get("decoder_layers", "the model's"))
+    length = f"{options['updates']:,} updates" if options["updates"] else "runs of this length"
+    limits = [
         f"It speaks of this text, {length} and {depth} layers. Longer runs and other sizes may rank the arms "
         "otherwise.",
         f"An interval over {study.seeds} seeds covers initialisation and order of batches, not other texts.",
     ]
     if any(arm.edges for arm in found.arms):
-        said.append("Where a rate is at the edge of the grid, the arm's best value was perhaps not reached.")
+        limits.append("Where a rate is at the edge of the grid, the arm's best value was perhaps not reached.")
     if found.missing:
-        said.append(f"{found.missing} of {study.runs} runs have not been made.")
+        limits.append(f"{found.missing} of {study.runs} runs have not been made.")
     if found.stale:
-        said.append(f"{found.stale} runs were measured only with other options or versions, and are not shown.")
-    return said
+        limits.append(f"{found.stale} runs were measured only with other options or versions, and are not shown.")
+    return limits
 
 
 def _blocks(found: Outcome, output: Path, words: str) -> list[Block]:
@@ -163,11 +167,11 @@ def _blocks(found: Outcome, output: Path, words: str) -> list[Block]:
     spent = [[arm.cell.name, str(len(arm.values) + sum(map(len, arm.curve.values()))), duration(arm.seconds)]
              for arm in found.arms]  # fmt: skip
     blocks += [Heading("Cost"), Table(["arm", "runs", "time of training"], spent)]
-    blocks += [Heading("How it was made"), Paragraph(_made(found)), Code(words)]
+    blocks += [Heading("How it was made"), Paragraph(_provenance(found)), Code(words)]
     return blocks
 
 
-def _made(found: Outcome) -> str:
+def _provenance(found: Outcome) -> str:
     """Returns a text that says when and with which versions and processors the rows were measured."""
     facts = {name: sorted({row[name] for row in found.results.rows if row.get(name)}) for name in made_by()}
     facts["date"] = [*dict.fromkeys((facts["date"][0], facts["date"][-1]))] if facts["date"] else []
@@ -186,41 +190,41 @@ def _pictures(found: Outcome, output: Path) -> list[Block]:
 
 
 def _markdown(title: str, blocks: Sequence[Block], output: Path) -> str:
-    made = [f"# {title}"]
+    parts = [f"# {title}"]
     for block in blocks:
         if isinstance(block, Heading):
-            made.append(f"## {block.text}")
+            parts.append(f"## {block.text}")
         elif isinstance(block, Listing):
-            made.append("\n".join(f"- {line}" for line in block.lines))
+            parts.append("\n".join(f"- {line}" for line in block.lines))
         elif isinstance(block, Code):
-            made.append(f"```\n{block.text}\n```")
+            parts.append(f"```\n{block.text}\n```")
         elif isinstance(block, Table):
-            made.append(markdown(block.head, block.lines).rstrip())
+            parts.append(markdown(block.head, block.lines).rstrip())
         elif isinstance(block, Picture):
-            made.append(f"![{block.text}]({block.path.relative_to(output).as_posix()})")
+            parts.append(f"![{block.text}]({block.path.relative_to(output).as_posix()})")
         else:
-            made.append(block.text)
-    return "\n\n".join(made)
+            parts.append(block.text)
+    return "\n\n".join(parts)
 
 
 def _page(title: str, blocks: Sequence[Block]) -> str:
-    made = []
+    parts = []
     for block in blocks:
         if isinstance(block, Heading):
-            made.append(f"<h2>{html.escape(block.text)}</h2>")
+            parts.append(f"<h2>{html.escape(block.text)}</h2>")
         elif isinstance(block, Listing):
-            made.append("<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in block.lines) + "</ul>")
+            parts.append("<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in block.lines) + "</ul>")
         elif isinstance(block, Code):
-            made.append(f"<pre>{html.escape(block.text)}</pre>")
+            parts.append(f"<pre>{html.escape(block.text)}</pre>")
         elif isinstance(block, Table):
-            made.append(_html.table(block.head, block.lines))
+            parts.append(_html.table(block.head, block.lines))
         elif isinstance(block, Picture):
             data = base64.b64encode(block.path.read_bytes()).decode()
-            made.append(f'<img alt="{html.escape(block.text)}" src="data:image/png;base64,{data}">')
+            parts.append(f'<img alt="{html.escape(block.text)}" src="data:image/png;base64,{data}">')
         else:
-            made.append(f"<p>{html.escape(block.text)}</p>")
+            parts.append(f"<p>{html.escape(block.text)}</p>")
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
-    body = "\n".join([f"<h1>{html.escape(title)}</h1>", *made])
+    body = "\n".join([f"<h1>{html.escape(title)}</h1>", *parts])
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}\n</body></html>'
 
 

@@ -46,12 +46,12 @@ def _log(client: Any, found: Outcome, output: Path) -> None:
     for row, numbers, curves in _runs(found, output):
         name = ", ".join([*row.key.values(), f"seed {row.seed}"])
         client.init(project=found.study.title, name=name, config={**row.key, "seed": row.seed})
-        at: dict[int, dict[str, float]] = {}
-        for what, update, value in curves:
-            at.setdefault(update, {})[what] = value
-        last = max(at, default=0)
-        at.setdefault(last, {}).update({f"row/{column}": value for column, value in numbers.items()})
-        for update, values in sorted(at.items()):
+        values_by_update: dict[int, dict[str, float]] = {}
+        for curve, update, value in curves:
+            values_by_update.setdefault(update, {})[curve] = value
+        last = max(values_by_update, default=0)
+        values_by_update.setdefault(last, {}).update({f"row/{column}": value for column, value in numbers.items()})
+        for update, values in sorted(values_by_update.items()):
             client.log(values, step=update)
         client.finish()
 

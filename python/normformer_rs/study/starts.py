@@ -15,20 +15,20 @@ _SHOWN = 3
 
 
 def unequal(study: Study) -> list[list[str]]:
-    """Returns a line for each arm except the baseline: its name, the number of its parameter tensors, the number of
-    those whose initial values equal the baseline's with the same seed, and the first names of the others."""
+    """Returns a line for each arm except the baseline: its name, the number of its parameter tensors, how many of them
+    have the same initial values as in the baseline with the same seed, and the first names of the others."""
     starts = {cell.name: _start(study, cell) for cell in study.cells}
-    found = []
+    lines = []
     for cell in study.cells:
         base = study.baseline_of(cell)
         if base is None:
             continue
-        own, theirs = starts[cell.name], starts[base.name]
-        kinds = list(dict.fromkeys(_kind(name) for name in own if own[name] != theirs.get(name)))
-        equal = sum(own[name] == theirs.get(name) for name in own)
+        own_start, baseline_start = starts[cell.name], starts[base.name]
+        kinds = list(dict.fromkeys(_kind(name) for name in own_start if own_start[name] != baseline_start.get(name)))
+        equal = sum(own_start[name] == baseline_start.get(name) for name in own_start)
         shown = ", ".join(kinds[:_SHOWN]) + (f" and {len(kinds) - _SHOWN} more kinds" if len(kinds) > _SHOWN else "")
-        found.append([cell.name, str(len(own)), str(equal), shown or "none"])
-    return found
+        lines.append([cell.name, str(len(own_start)), str(equal), shown or "none"])
+    return lines
 
 
 def _kind(name: str) -> str:
@@ -42,5 +42,7 @@ def _start(study: Study, cell: Cell) -> dict[str, tuple[torch.Size, bytes]]:
     options: Options = study.row(cell, study.lr[0], 1).options
     known = {field.name for field in TransformerConfig.FIELDS}
     model = TransformerConfig(**{name: value for name, value in options.items() if name in known})
-    made = Transformer(model.replace(vocab_size=_TYPES), seed=1).state_dict()
-    return {name: (t.shape, hashlib.sha256(t.numpy().tobytes()).digest()) for name, t in made.items()}
+    parameters = Transformer(model.replace(vocab_size=_TYPES), seed=1).state_dict()
+    return {
+        name: (tensor.shape, hashlib.sha256(tensor.numpy().tobytes()).digest()) for name, tensor in parameters.items()
+    }

@@ -31,9 +31,9 @@ _Model = TypeVar("_Model", bound=nn.Module)
 class Trial:
     """One run of a study in a loop of your own: an arm, a rate and a seed.
 
-    torch, numpy and random are seeded before each trial, and again by `apply`. Models may draw different numbers of
-    masks, so draw batches from `generator`, which has the same seed, or shuffle before the first update: a DataLoader
-    does so if it gets `generator=trial.generator`.
+    torch, numpy and random are seeded before each trial, and again by `apply`. Arms may draw different numbers of
+    dropout masks, so do not draw batches from torch's generator: pass `generator=trial.generator`, which has the same
+    seed, to the DataLoader, or shuffle before the first update.
 
     Attributes: arm, layers (None unless the study has depths), lr, seed, updates (the budget), generator.
     """
@@ -82,8 +82,8 @@ class Trial:
         Args:
             step: the number of the update, from 1.
             loss: the training loss, in nats per token, a number or a tensor of one.
-            valid: the validation loss, where one was measured. Without any, the study compares the mean training loss
-                of the last 50 updates.
+            valid: the validation loss, if one was measured. If a trial reports none, the study compares the mean
+                training loss of the last 50 updates.
 
         Errors: InputError for a step that does not follow the one before.
         """
@@ -119,7 +119,7 @@ class Trial:
 
 def trials(study: Study, output: Path) -> Iterator[Trial]:
     """Yields the trials that are missing and that no other process is making. If the user's loop raises an error in a
-    trial, or leaves it before the first report, the trial is not recorded, and the next call yields it again.
+    trial, or stops it before the first report, the trial is not recorded, and the next call yields it again.
 
     Errors: InputError for a study that measures BLEU.
     """
@@ -170,14 +170,14 @@ def _keep(trial: Trial, row: Row, results: Results) -> None:
     results.add(row, {**trial.columns(), **made_by()}, {})
 
 
-def _swap(model: nn.Module, arm: Options, init: str, example: Any) -> None:
+def _swap(model: nn.Module, options: Options, init: str, example: Any) -> None:
     # The arm's other options go to the first of the two swaps that the arm has.
-    residual, norm = arm.pop("residual", None), arm.pop("norm", None)
-    start = arm.pop("init", "scheme" if init == OWN_START else init)
+    residual, norm = options.pop("residual", None), options.pop("norm", None)
+    start = options.pop("init", "scheme" if init == OWN_START else init)
     if residual is not None:
-        swap_residuals(model, residual, init=start, example=example, **arm)
+        swap_residuals(model, residual, init=start, example=example, **options)
     if norm is not None:
-        swap_norms(model, norm, init="default", example=example, **({} if residual is not None else arm))
+        swap_norms(model, norm, init="default", example=example, **({} if residual is not None else options))
 
 
 def _number(value: Any) -> float:
