@@ -109,13 +109,19 @@ def refuse_passed_over(name: str, module: nn.Module, scheme: str) -> None:
 
 
 def reclass(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Changes a module's class. accelerate stores the class's forward in the instance, as `_old_forward` or, once its
-    hook was removed, as `forward`. Such a copy is replaced by the new class's forward."""
-    name = "_old_forward" if has_accelerates_hook(module) else "forward"
-    is_class_forward = own_forward(module) is None
+    """Changes a module's class, and the copy of the class's forward that accelerate may have put into the instance."""
+    has_stock_forward = own_forward(module) is None
     module.__class__ = kind
-    if name in vars(module) and is_class_forward:
-        module.__dict__[name] = types.MethodType(kind.forward, module)
+    if has_stock_forward:
+        rebind_forward(module)
+
+
+def rebind_forward(module: nn.Module) -> None:
+    """Replaces the copy of a class's forward in the instance, if there is one, by the forward of the present class.
+    accelerate stores it as `_old_forward` or, once its hook was removed, as `forward`."""
+    name = "_old_forward" if has_accelerates_hook(module) else "forward"
+    if name in vars(module):
+        module.__dict__[name] = types.MethodType(type(module).forward, module)
 
 
 def refuse_offloaded(model: nn.Module) -> None:

@@ -28,7 +28,7 @@ from .blocks import (
 )
 from .converted import NAMES, StreamBlock, converted_class, original, residual_of
 from .discover import LISTS, Stacks, find_stacks, none_found, unwrapped
-from .handover import mark_new, reclass
+from .handover import mark_new, own_forward, rebind_forward, reclass
 from .init import count_weights, initialise, sign_of_training, silence_biases, unreached
 from .loops import LoopResidual
 from .marker import mark, warn_of_adapters
@@ -394,10 +394,11 @@ def _convert_torchs(group: Group, place: Place, edits: Edits, _: bool) -> list[R
     for i, layer in enumerate(group.blocks):
         for module in layer.modules():  # all of them, since linear layers are re-initialised later
             edits.remember(module)
+        with_stock_forward = [module for module in layer.children() if own_forward(module) is None]
         reclass(layer, _OURS[type(layer)])
         layer.adopt(Place(place.config, place.stack, i), in_stack)  # type: ignore[operator]
-        for module in layer.children():
-            reclass(module, type(module))  # `adopt` has changed the class of attentions, too
+        for module in with_stock_forward:  # `adopt` has changed the class of attentions, too
+            rebind_forward(module)
     if in_stack:
         edits.remember(holder)
         norm = holder.norm
