@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import normformer_rs as nfrs
+from normformer_rs import load_swapped
 from normformer_rs import nn as nfnn
 from normformer_rs.nn.registry import FUSED
 from normformer_rs.nn.sharding import OPERATORS
@@ -143,7 +145,8 @@ def fully_sharded(mesh):
 
 
 def swapped_and_sharded(mesh, schemes):
-    """A Llama with another scheme, shared out by blocks, learns as the whole one does; t counts."""
+    """A Llama with another scheme, shared out by blocks, learns as the whole one does; t counts; it is saved whole."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from torch.distributed.fsdp import fully_shard
 
     transformers = pytest.importorskip("transformers")
@@ -168,6 +171,12 @@ def swapped_and_sharded(mesh, schemes):
         torch.testing.assert_close(*losses, msg=scheme)
         ts = [[int(m.t) for m in model.modules() if "t" in m._buffers] for model in (whole, sharded)]
         assert ts[0] == ts[1] and set(ts[0]) <= {4}, (scheme, ts)
+        state = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if mesh.get_rank() == 0:
+            with tempfile.TemporaryDirectory() as folder:
+                sharded.save_pretrained(folder, state_dict=state)
+                loaded = load_swapped(folder).state_dict()
+            assert all(torch.equal(loaded[name], t) for name, t in state.items()), scheme
 
 
 def work(rank, ranks, meeting, names, schemes):
