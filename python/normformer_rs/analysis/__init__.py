@@ -32,6 +32,7 @@ from ..nn.running import OPS, RunningNorm
 from .coordinates import CoordinateCheck, coordinate_check
 from .observed import Observed, Statistics, observe
 from .probing import MEASURES, Probe, Reading, Readings, probe
+from .spikes import spike_score
 
 __all__ = [
     "MEASURES",
@@ -48,6 +49,7 @@ __all__ = [
     "observe",
     "probe",
     "spectrum",
+    "spike_score",
     "statistics",
 ]
 

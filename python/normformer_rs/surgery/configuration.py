@@ -208,12 +208,12 @@ def upload(model: Any, working_dir: Any, *args: Any, **options: Any) -> Any:
     """Stands in for a swapped model's UPLOAD: exchanges the card that transformers made for the model's own, with the
     same tags. A card that was in the repository stays."""
     file, text = Path(working_dir, "README.md"), model.config.card() if isinstance(model.config, Swapped) else None
-    made = file.read_text(encoding="utf-8") if text and file.exists() else ""
-    if _GENERIC in made:
+    if text is not None and file.exists() and _GENERIC in (made := file.read_text(encoding="utf-8")):
         from huggingface_hub import ModelCard
 
-        card = ModelCard(text)
-        card.data.tags = [*dict.fromkeys([*card.data.tags, *(ModelCard(made).data.tags or [])])]
+        card, tags = ModelCard(text), ModelCard(made).data.to_dict().get("tags") or []
+        data: Any = card.data
+        data.tags = [*dict.fromkeys([*data.tags, *tags])]
         card.save(file)
     return getattr(type(model), UPLOAD)(model, working_dir, *args, **options)
 
