@@ -19,11 +19,11 @@ pub struct StateTensors {
 
 /// The statistics measured on a batch; see [`BatchStatistics`](crate::kernel::columns::BatchStatistics).
 pub struct BatchTensors {
-    /// The number of real rows, a scalar.
+    /// The number of rows that are not padding, a scalar.
     pub count: Tensor,
-    /// The number of all rows, a scalar.
+    /// The number of rows, padding included, a scalar.
     pub rows: Tensor,
-    /// The mean of the real rows; `None` if the norm does not centre.
+    /// The mean of the rows that are not padding; `None` if the norm does not centre.
     mean: Option<Tensor>,
     /// The mean of (x − mean)², or of x² if the norm does not centre.
     pub square: Tensor,

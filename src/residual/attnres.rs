@@ -15,7 +15,7 @@ choice! {
 }
 
 option_spec! {
-    /// Number of sublayers whose outputs attnres adds up to one that later ones attend to; with 1 they attend to each
+    /// Number of consecutive sublayers whose outputs attnres sums; later sublayers attend to the sums. 1: to each
     /// output.
     BLOCK ("attnres_block"): i64 = 1, at_least_one;
     /// Form of attnres: sum outputs (plain), or outputs over their root mean squares by scores over √d (normed).

@@ -57,7 +57,7 @@ pub struct SearchConfig {
     /// The maximum number of generated tokens. `None` means the source's length + 50 under google's rule, which counts
     /// EOS, or 200 under fairseq's, which does not.
     pub max_length: Option<usize>,
-    /// The maximum number of tokens, EOS included, that the model can produce, even if the rule allows more.
+    /// The maximum number of tokens, EOS included, that the model can produce, even if `max_length` is larger.
     /// [`Search::new`] sets it.
     pub longest: Option<usize>,
 }

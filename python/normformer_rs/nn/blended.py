@@ -145,7 +145,7 @@ class PRepBN(
         return hidden((1 - rep_bn_share) * self._of_rows(hidden(x, mask)) + rep_bn_share * y, mask)
 
     def _of_rows(self, x: Tensor) -> Tensor:
-        """Returns R(x)."""
+        """Returns R(x), the norm of each row alone: a LayerNorm, or an RMSNorm with `row="rmsnorm"`."""
         names = ("row_weight", "row_bias")
         declared, affine = DECLARED[self.row], [used(getattr(self, name), self.numbers_of[name]) for name in names]
         if torch.compiler.is_exporting():

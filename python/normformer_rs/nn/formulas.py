@@ -221,8 +221,8 @@ def free_hyper_connection(
 def channel_connection(
     streams: Tensor, gain: Tensor, down: Tensor, up: Tensor, write: Tensor, magnitude: float = 2.0
 ) -> tuple[Tensor, Tensor]:
-    """Returns (x, g) for n streams H (…, n, d): x is `channel_read`'s, and H⁺ = H + g⊙F(x) with g (…, n, 1) =
-    c·σ(W vec(Ĥ)/n), W (n, n·d).
+    """Returns (x, g) for n streams H (…, n, d): F's input x, which `channel_read` computes, and the gates g (…, n, 1) =
+    c·σ(W vec(Ĥ)/n) of H⁺ = H + g⊙F(x). Ĥ are the normed streams of `channel_read`, c the `magnitude`, W (n, n·d).
 
     Source: transformers, `Qwen4ExpTextGatedResidual`.
     """
