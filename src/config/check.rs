@@ -172,6 +172,7 @@ impl TransformerConfig {
             crate::norm::find(name).map(has_eps)
         };
         let (encoder, decoder) = (self.encoder_norm(), self.decoder_norm());
+        // An option of rmsnorm counts as given if its value is not the default.
         let given_option = KEYWORDS
             .iter()
             .filter_map(|keyword| keyword.option)

@@ -168,6 +168,7 @@ pub(super) fn check_beginning(output: &Path, mode: &Mode) -> Result<()> {
     if *mode == Mode::Overwrite {
         return Ok(());
     }
+    // A run writes these files before its config.
     let precedes_config = |path: &Path| {
         path.file_name()
             .is_some_and(|name| name != CONFIG && (name == CHECKSUMS || LISTED.iter().any(|listed| name == *listed)))
@@ -288,6 +289,7 @@ pub(super) fn resume(
         Some(from) => Some(store.chosen(from)?),
         None => store.newest()?,
     };
+    // The run's options so far: the checkpoint's, because an earlier resume may have changed those of config.json.
     let before = match &found {
         Some(found) => beginning.of_checkpoint(&found.path, &found.checkpoint.config)?,
         None => beginning,

@@ -70,6 +70,7 @@ impl Trial<'_> {
             let smaller = TransformerConfig { encoder_layers, decoder_layers, ..model.clone() };
             self.of_batch(&smaller, &batch)
         };
+        // Each stack grows alone, while the other one has its smallest measured number of layers.
         let first = bytes_with(encoders[0], decoders[0])?;
         let (mut by_encoder, mut by_decoder) = (vec![first], vec![first]);
         for &layers in &encoders[1..] {

@@ -222,6 +222,7 @@ impl OutputGradient {
         if entries.is_none() {
             return Ok(OutputGradient { place, gradient: None, source });
         }
+        // Products use only the rows in V_t. `propagate` adds the gradient of these to that of all rows.
         let value = rows_of(&place.value, entries)?;
         let gradient = value.f_zeros_like()?.f_to_kind(place.gradient.kind())?;
         Ok(OutputGradient { place: FlatParameter { value, gradient }, gradient: Some(place.gradient), source })

@@ -109,6 +109,7 @@ impl Optimizer {
         let mut sorted: Vec<_> = parameters
             .parts()
             .map(|(name, t, part)| {
+                // The rule that updates this parameter; `None` if Adam does.
                 let rule = ruled.as_ref().map(|ruled| &ruled.rule).filter(|rule| rule.takes(part, &t.size()));
                 let step_size = rule.map_or(StepSize::Entries, |rule| rule.step_size());
                 let (order, multipliers) = model.multipliers(name, part, &t.size(), step_size);

@@ -335,6 +335,7 @@ impl Trainer {
                 // If this update has been evaluated, its checkpoint has been saved already.
                 let is_saved = update > 0 && self.progress.evaluated == update;
                 let saved = if is_saved { Ok(()) } else { self.save(false, true, observer) };
+                // The error of a failed save comes before the message that everything is saved.
                 let ended = saved.err().unwrap_or_else(|| {
                     Error::Interrupted(format!(
                         "stopped after update {update}; everything is saved: the same command with --resume goes on"
@@ -377,6 +378,7 @@ impl Trainer {
         let (mut cursor, mut seen) = (self.progress.cursor, self.progress.seen.0);
         let mut tokens = 0;
         let ranks = self.group.size();
+        // Every rank reads all micro-batches of the update, to count their tokens, and keeps its own.
         for micro_batch in 0..self.config.accumulate as usize * ranks {
             let (batch, next) = self.batches.next().ok_or_else(|| Error::invalid("the stream of batches ended"))?;
             tokens += batch.target_output.len();
@@ -399,9 +401,11 @@ impl Trainer {
             self.optimizer.share_parameters(self.group)?;
         }
         self.train_step.flat.as_ref().map_or(Ok(()), |flat| flat.refresh())?;
-        let statistics = self.watched(number, &batches[0].1, scale)?;
+        let (_, first_batch) = &batches[0];
+        let statistics = self.watched(number, first_batch, scale)?;
         let mut sums = None::<LossSums>;
         let last_index = batches.len() - 1;
+        // Norms that count updates must know which micro-batch is the last of its update.
         let counts_updates = self.train_step.model.parameters.count_updates();
         for (i, (micro_batch, batch)) in batches.iter().enumerate() {
             let seed = [seed, number as i64, *micro_batch];

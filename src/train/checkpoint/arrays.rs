@@ -117,6 +117,7 @@ pub(super) fn write(sink: &mut Sink, arrays: &Arrays) -> Result<()> {
     let mut order: Vec<(&String, &Array)> = arrays.iter().collect();
     // `Dtype` is ordered by the width of elements.
     order.sort_by_key(|(_, array)| std::cmp::Reverse(array.dtype));
+    // `end` is where the arrays so far end in the data.
     let mut end = 0;
     let infos = order.iter().map(|(name, array)| {
         let start = end;

@@ -43,6 +43,7 @@ pub fn average(paths: &[impl AsRef<Path>], check_interrupt: &mut dyn FnMut() -> 
     };
     // The newest model is added last, and its arrays then receive the means.
     let (mut model, config) = load_model(&newest_folder)?;
+    // For each array, in the order of `model`, the sums of its numbers.
     let mut sums: Vec<Vec<f64>> = model.values().map(|array| vec![0.0; count_floats(array)]).collect();
     for (_, folder) in &checkpoints {
         check_interrupt()?;
