@@ -51,6 +51,7 @@ fn check_norms_before_products(config: &TransformerConfig) -> Result<()> {
     let schemes = config.schemes();
     let is_norm = |point: Point, change: &Change| point.is_before_products() && change.norm().is_some();
     let norm_scheme = schemes.all().find(|scheme| is_inside(config, scheme, is_norm));
+    // `Unit` scales rows to length 1. It conflicts with the options as a norm does, but keeps no statistics.
     let is_unit = |point: Point, change: &Change| point.is_before_products() && matches!(change, Change::Unit(_));
     let unit_scheme = schemes.all().find(|scheme| is_inside(config, scheme, is_unit));
     let options = [("qk_norm", config.qk_norm), ("qk_l2norm", config.qk_l2norm.is_some())];
@@ -118,6 +119,7 @@ fn check_unweighted(config: &TransformerConfig) -> Result<()> {
         ("v_norm = \"unweighted\"", config.v_norm == Some(ValueNorm::Unweighted)),
     ];
     let Some((option, _)) = options.iter().find(|(_, is_on)| *is_on) else { return Ok(()) };
+    // The encoder's norm is skipped in a model without an encoder.
     let norms = [config.encoder_norm(), config.decoder_norm()].into_iter().skip(usize::from(!config.has_encoder()));
     for norm in norms {
         if crate::norm::find(norm)?.name != rms_norm::SPEC.name {
@@ -241,6 +243,7 @@ pub(super) fn check_qk_clip(model: &TransformerConfig, training: &TrainingConfig
 /// True if the scheme makes a change inside one of the model's sublayers for which `is_sought` is true.
 fn is_inside(config: &TransformerConfig, scheme: &SchemeRef, is_sought: impl Fn(Point, &Change) -> bool) -> bool {
     let stacks = StackName::of(&config.outline());
+    // The context of each stack's first sublayer.
     let mut firsts = stacks.iter().map(|stack| config.place(*stack, 0));
     firsts.any(|first| {
         // A scheme may differ from layer to layer, so each layer is visited.

@@ -95,6 +95,7 @@ impl TransformerConfig {
     /// chosen, or a choice of norm if the scheme has no norms.
     fn check_that_options_matter(&self) -> Result<()> {
         let (residual, schemes, init) = (self.residual.as_str(), self.schemes(), self.init());
+        // `used` has the options that the chosen schemes, norms and initialisation read.
         let mut used: Vec<&'static dyn AnyOption> =
             schemes.all().flat_map(|scheme| scheme.options()).copied().collect();
         for norm in [self.encoder_norm(), self.decoder_norm()] {
@@ -147,6 +148,7 @@ impl TransformerConfig {
             let (norm, options) = crate::norm::named(first.norm_name(), &self.options)?;
             let places = (0..first.layers()).flat_map(|layer| LayerContext { layer, ..first }.each());
             let mut around = places.map(|place| schemes.at(&place).around(&place));
+            // A first value of 1 needs no weight that has it.
             if !norm.learns_weight(&options)
                 && around.any(|around| around.changes().filter_map(Change::norm).any(|at| at.start != 1.0))
             {
@@ -170,11 +172,13 @@ impl TransformerConfig {
             crate::norm::find(name).map(has_eps)
         };
         let (encoder, decoder) = (self.encoder_norm(), self.decoder_norm());
+        // An option of rmsnorm counts as given if its value is not the default.
         let given_option = KEYWORDS
             .iter()
             .filter_map(|keyword| keyword.option)
             .find(|option| option.name() != NORM_EPS.name && self.options.value(*option) != option.field("").default);
         if let Some(option) = given_option.filter(|_| ![encoder, decoder].contains(&rms_norm::SPEC.name)) {
+            // The name of a family of norms has a colon.
             let (name, family) = (option.name(), if encoder.contains(':') { encoder } else { decoder });
             return Err(Error::invalid(format!(
                 "{family} has conventions of its own, so {name} would do nothing: leave it out, or choose norm = {:?}",
@@ -431,7 +435,8 @@ impl DataConfig {
             ("bpe_codes", self.bpe_codes.is_some()),
         ];
         let languages = [("source_lang", self.source_lang.is_some()), ("target_lang", self.target_lang.is_some())];
-        let given = |options: &[(&'static str, bool)]| options.iter().find(|(_, is_given)| *is_given).map(|o| o.0);
+        let given =
+            |options: &[(&'static str, bool)]| options.iter().find(|(_, is_given)| *is_given).map(|(name, _)| *name);
         match (&self.data_bin, given(&files), given(&languages)) {
             (Some(folder), Some(name), _) => Err(Error::invalid(format!(
                 "data_bin {folder} is text already, split and numbered: leave {name} out, or data_bin"

@@ -17,6 +17,7 @@ impl TransformerConfig {
         Scaled {
             parametrisation,
             d_model: self.d_model,
+            // Without the option, the base model of u-μP has width 1, and any other model is its own base.
             base_width: self.base_width.unwrap_or(if unit.is_some() { 1 } else { self.d_model }),
             base_depth: self.base_depth,
             depth_alpha: self.depth_alpha,
@@ -61,7 +62,7 @@ impl TransformerConfig {
             true => (StackName::Encoder, self.encoder_layers),
             false => (StackName::Decoder, self.decoder_layers),
         };
-        // Each combination of role, `sums_over` and stack has its own key.
+        // Each combination of role, `sums_over` (four values) and stack (two) has its own key.
         let key = 2 * (4 * part.role as u8 + part.sums_over as u8) + stack as u8;
         (key, scaled.parameter(part, layers, step_size))
     }
@@ -152,15 +153,6 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
             config.residual
         )));
     }
-    let on_sphere = schemes.all().find(|one| one.is_on_sphere()).map(|one| format!("residual = {:?}", one.name()));
-    let undefined = [
-        (is_tensorized, "attention = \"tensorized\""),
-        (config.fixnorm, "fixnorm = true"),
-        (config.logit_scale, "logit_scale = true"),
-        (config.value_embeddings, "value_embeddings = true"),
-        (config.smear, "smear = true"),
-        (on_sphere.is_some(), on_sphere.as_deref().unwrap_or_default()),
-    ];
     let l2norm = l2_norm::SPEC.name;
     if !chosen.is_standard() && [config.encoder_norm(), config.decoder_norm()].contains(&l2norm) {
         return Err(Error::invalid(format!(
@@ -174,6 +166,16 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
              {scheme:?} {why}: choose another scheme, or parametrisation \"mup\""
         )));
     }
+    let on_sphere = schemes.all().find(|one| one.is_on_sphere()).map(|one| format!("residual = {:?}", one.name()));
+    // Parts of a model for which only the standard parametrisation is defined.
+    let undefined = [
+        (is_tensorized, "attention = \"tensorized\""),
+        (config.fixnorm, "fixnorm = true"),
+        (config.logit_scale, "logit_scale = true"),
+        (config.value_embeddings, "value_embeddings = true"),
+        (config.smear, "smear = true"),
+        (on_sphere.is_some(), on_sphere.as_deref().unwrap_or_default()),
+    ];
     let conflict = undefined.into_iter().find(|(is_on, _)| *is_on && !chosen.is_standard());
     match conflict {
         Some((_, what)) => Err(Error::invalid(format!(
@@ -223,6 +225,7 @@ fn check_unit_scaled(config: &TransformerConfig, chosen: &Parametrisation) -> Re
         ("residual", "one of prenorm, sandwich, peri-ln, olmo2", {
             config.schemes().all().all(|scheme| PLAIN_SUMS.contains(&scheme.name()))
         }),
+        // `norm` holds only if no `decoder_norm` replaces it.
         ("norm", norms, config.decoder_norm.is_some() || is_supported(&config.norm)),
         ("decoder_norm", norms, config.decoder_norm.as_ref().is_none_or(is_supported)),
         ("activation", "\"swiglu\"", config.activation == Activation::SwiGlu),

@@ -96,6 +96,7 @@ pub fn described() -> Value {
         let mut words = match words.split_first() {
             None => "taken".to_string(),
             Some((first, rest)) => {
+                // The word "taken" stands only once, at the beginning.
                 let rest = rest.iter().map(|word| word.trim_start_matches("taken; "));
                 std::iter::once(*first).chain(rest).collect::<Vec<_>>().join("; ")
             }
@@ -125,8 +126,10 @@ pub fn changes(
     now: (&TransformerConfig, &TrainingConfig, &DataConfig),
 ) -> Result<Vec<OptionChange>> {
     let checked = |value: &dyn Fn() -> serde_json::Result<Value>| value().map_err(|e| Error::invalid(e.to_string()));
-    let model =
-        super::differences(&checked(&|| serde_json::to_value(before.0))?, &checked(&|| serde_json::to_value(now.0))?);
+    let ((old_model, ..), (new_model, ..)) = (before, now);
+    let [old_model, new_model] =
+        [checked(&|| serde_json::to_value(old_model))?, checked(&|| serde_json::to_value(new_model))?];
+    let model = super::differences(&old_model, &new_model);
     if !model.is_empty() {
         return Err(Error::invalid(format!("was trained with another model: {model}; resume with the same options")));
     }

@@ -150,6 +150,7 @@ impl Binarised {
             file.read_exact(&mut bytes).map_err(|e| Error::io("read", &path, e))?;
             ids.clear();
             for value in bytes.chunks_exact(index.kind.bytes).map(|b| integer(b, index.kind.is_signed)) {
+                // A number so small that the difference wraps around becomes large, and is refused like any large id.
                 let id = value.wrapping_sub(index.first);
                 if !(0..types as i64).contains(&id) {
                     return Err(Error::invalid(format!(
@@ -239,6 +240,7 @@ impl Index {
 
     /// Parses an index of the `mmap` format, whose starts are in bytes.
     fn mmap(mut body: &[u8]) -> Result<Self, String> {
+        // The fields have the order and the sizes in bytes that the table at the top of this file states.
         let kind = IdKind::find(one(&mut body, 8)?, one(&mut body, 1)?)?;
         let count = one(&mut body, 8)?;
         let (lengths, starts) = (column(&mut body, count, 4)?, column(&mut body, count, 8)?);
@@ -249,6 +251,7 @@ impl Index {
 
     /// Parses an index of the `cached` and `lazy` formats, whose starts are in numbers. Ids are stored as id + 1.
     fn torchnet(mut body: &[u8]) -> Result<Self, String> {
+        // The fields have the order and the sizes in bytes that the table at the top of this file states.
         let kind = IdKind::find(one(&mut body, 8)?, one(&mut body, 8)?)?;
         let bytes = one(&mut body, 8)?;
         let (count, dimensions) = (one(&mut body, 8)?, one(&mut body, 8)?);
@@ -259,6 +262,7 @@ impl Index {
                 kind.bytes
             ));
         }
+        // Both columns of starts have one more entry, the end of the last sentence.
         let with_end = count.wrapping_add(1);
         let (dimension_starts, starts) = (column(&mut body, with_end, 8)?, column(&mut body, with_end, 8)?);
         let index = Index::of(kind, 1, column(&mut body, count, 8)?)?;
@@ -288,6 +292,7 @@ impl Index {
             expected += length;
             is_expected
         });
+        // A start that is left must be the end of the last sentence.
         if !is_consistent || starts.any(|end| end != Some(expected)) {
             return Err("lengths and positions contradict each other; it is damaged".into());
         }
@@ -331,6 +336,7 @@ fn column<'a>(body: &mut &'a [u8], count: i64, bytes: usize) -> Result<impl Iter
 /// Converts at most eight little-endian bytes to an integer. An unsigned number too large for i64 becomes negative, and
 /// every caller rejects negative numbers.
 fn integer(bytes: &[u8], is_signed: bool) -> i64 {
+    // Sign extension: the bytes above those of a negative number are all ones.
     let is_negative = is_signed && bytes.last().is_some_and(|byte| byte & 0x80 != 0);
     let mut wide = [if is_negative { 0xff } else { 0 }; 8];
     wide[..bytes.len()].copy_from_slice(bytes);

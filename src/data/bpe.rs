@@ -63,6 +63,7 @@ impl Bpe {
             ))
         };
         let version = lines.first().and_then(|line| line.strip_prefix("#version:"));
+        // The merges are on the lines `first..last`: behind the header, and up to the last line that is not empty.
         let first = usize::from(version.is_some());
         let last = lines.iter().rposition(|line| !line.is_empty()).map_or(0, |index| index + 1);
         if last <= first {
@@ -151,7 +152,7 @@ impl Bpe {
         if word.chars().nth(1).is_none() {
             return vec![word.to_owned()];
         }
-        // The end-of-word mark is not text, so a symbol that consists of the mark alone is dropped.
+        // The end-of-word mark is not text: it is cut off the last symbol, and a symbol of the mark alone is dropped.
         let mut pieces: Vec<String> = self
             .symbols(&format!("{word}{WORD_END}"))
             .into_iter()
@@ -177,9 +178,11 @@ impl Bpe {
             WordEnd::OnLastCharacter => ends.last_mut().into_iter().for_each(|end| *end = marked.len()),
         }
         let count = ends.len();
+        // Each symbol starts where the one before it ends.
         let mut start = 0;
         let mut symbols: Vec<Range<usize>> =
             ends.into_iter().map(|end| std::mem::replace(&mut start, end)..end).collect();
+        // The last symbol's `next` is `count`, which is no symbol. The first symbol's `previous` is the symbol itself.
         let mut next: Vec<usize> = (1..=count).collect();
         let mut previous: Vec<usize> = (0..count).map(|i| i.saturating_sub(1)).collect();
         let rank = |symbols: &[Range<usize>], next: &[usize], left: usize| {
@@ -191,7 +194,7 @@ impl Bpe {
         while let Some(&Reverse((lowest, _))) = queue.peek() {
             // All pairs with this rank are joined, from left to right, before any pair that these merges create.
             let mut joined = Vec::new();
-            while let Some(&Reverse((_, left))) = queue.peek().filter(|entry| entry.0 .0 == lowest) {
+            while let Some(&Reverse((_, left))) = queue.peek().filter(|Reverse((other, _))| *other == lowest) {
                 queue.pop();
                 // Skip an outdated entry: another merge has already changed one of its symbols.
                 if symbols[left].is_empty() || rank(&symbols, &next, left) != Some(lowest) {
@@ -199,6 +202,7 @@ impl Bpe {
                 }
                 let right = next[left];
                 symbols[left].end = symbols[right].end;
+                // An empty range marks a symbol that is gone.
                 symbols[right] = 0..0;
                 next[left] = next[right];
                 if let Some(previous) = previous.get_mut(next[left]) {
@@ -206,6 +210,7 @@ impl Bpe {
                 }
                 joined.push(left);
             }
+            // A join changes the pair that ends with the joined symbol and the pair that begins with it.
             let changed = joined.iter().flat_map(|&left| [previous[left], left]);
             queue.extend(changed.filter_map(|left| entry(&symbols, &next, left)));
         }

@@ -171,18 +171,20 @@ impl Learner {
         let mut merged = Vec::new();
         while self.spelled.len() < most_symbols {
             check_interrupt()?;
-            let Some((count, Reverse(pair), entry)) = self.queue.pop() else { break };
+            let Some((count, Reverse(pair), Reverse(entry))) = self.queue.pop() else { break };
             let current_count = self.counts[&pair];
+            // The entry came out by an outdated count, so it is queued again by the current one.
             if count != current_count {
-                self.queue.push((current_count, Reverse(pair), entry));
+                self.queue.push((current_count, Reverse(pair), Reverse(entry)));
                 continue;
             }
             if count < LEAST_PAIR_COUNT {
                 break;
             }
             merged.push(pair);
-            let words = std::mem::take(&mut self.entry_words[entry.0]);
+            let words = std::mem::take(&mut self.entry_words[entry]);
             let is_in_words = |place: &u32| words.binary_search(&self.words[*place as usize]).is_ok();
+            // The places in other words wait for another entry of this pair.
             let (places, others): (Vec<u32>, Vec<u32>) =
                 self.places.remove(&pair).unwrap_or_default().into_iter().partition(is_in_words);
             if !others.is_empty() {
@@ -202,6 +204,7 @@ impl Learner {
     /// Joins a pair at the given places, from left to right.
     fn merge(&mut self, (left, right): IdPair, mut places: Vec<u32>) {
         let spelled = format!("{}{}", self.spelled[left as usize], self.spelled[right as usize]);
+        // The joined text may be that of an existing symbol, which then has its id already.
         let new = *self.ids.entry(spelled.clone()).or_insert(self.spelled.len() as Id);
         if new as usize == self.spelled.len() {
             self.spelled.push(spelled);

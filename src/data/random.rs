@@ -51,9 +51,10 @@ impl Random {
         }
     }
 
-    /// Returns a uniform integer in 0 ..= `most`. An integer above `most` is rejected and replaced by the next one,
-    /// because a remainder would make small integers more probable.
+    /// Returns a uniform integer in 0 ..= `most`, by rejection sampling: the next integer replaces one above `most`. A
+    /// remainder would make small integers more probable.
     fn up_to(&mut self, most: u64) -> u64 {
+        // The mask keeps as many bits as `most` has, at least one, so that few integers are rejected.
         let mask = u64::MAX >> most.leading_zeros().min(63);
         loop {
             let drawn = self.0.next_u64() & mask;

@@ -40,7 +40,7 @@ impl Vocabulary {
             *counts.entry(piece).or_default() += 1;
         }
         let mut counted: Vec<(&str, u64)> = counts.into_iter().filter(|(piece, _)| !is_special(piece)).collect();
-        counted.sort_unstable_by(|(piece, count), (other, others)| others.cmp(count).then_with(|| piece.cmp(other)));
+        counted.sort_unstable_by(|(a, a_count), (b, b_count)| b_count.cmp(a_count).then_with(|| a.cmp(b)));
         let mut vocabulary = Self::with_specials();
         for (piece, count) in counted {
             vocabulary.push(piece, count);
@@ -75,6 +75,7 @@ impl Vocabulary {
                 )));
             }
             if let Some(&first) = vocabulary.ids.get(piece) {
+                // Line 1 has the first id behind the special symbols, and each line adds one.
                 let first = first as usize - SPECIALS.len() + 1;
                 return Err(wrong(format!(
                     "the piece '{piece}' stands on line {first} already; expected each piece once"
@@ -125,6 +126,8 @@ impl Vocabulary {
         ids.iter().filter_map(piece).collect()
     }
 
+    /// Builds the vocabulary of the special symbols. They are not in `ids`, so a piece that is spelt like one
+    /// becomes UNK.
     fn with_specials() -> Self {
         Self { pieces: SPECIALS.map(str::to_owned).to_vec(), counts: vec![0; SPECIALS.len()], ids: HashMap::new() }
     }

@@ -14,6 +14,8 @@ use std::path::{Path, PathBuf};
 /// checkpoints between an old best one and the newer ones. Skips checkpoints that were saved because the user stopped
 /// the run.
 fn evaluated(store: &CheckpointStore) -> Result<Vec<PathBuf>> {
+    // `newer` is the number of evaluations in the checkpoint of the previous iteration, if there was one. It is
+    // `Some(None)` if that checkpoint does not state the number.
     let (mut paths, mut newer) = (Vec::new(), None::<Option<u64>>);
     for path in store.recent(usize::MAX)? {
         let (state, _) = checkpoint::load_state(&path)?;
@@ -21,6 +23,7 @@ fn evaluated(store: &CheckpointStore) -> Result<Vec<PathBuf>> {
             continue;
         }
         let evaluation = state["evaluations"].as_u64();
+        // Without a gap, this checkpoint has one evaluation less than the newer one.
         let is_adjacent = newer.is_none_or(|newer| evaluation.is_some() && evaluation.map(|n| n + 1) == newer);
         if !is_adjacent {
             break;

@@ -71,6 +71,7 @@ impl Translator {
         let texts: Vec<(usize, usize)> =
             (0..prompts.len()).flat_map(|prompt| (0..samples).map(move |sample| (prompt, sample))).collect();
         let mut completions: Vec<Vec<Completion>> = vec![Vec::new(); prompts.len()];
+        // A text's window has at most `context` tokens.
         for batch in texts.chunks((batch_tokens / config.context).max(1)) {
             let batch_prompts: Vec<Prompt> = batch
                 .iter()

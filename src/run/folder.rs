@@ -134,6 +134,7 @@ impl Beginning {
         }
         let old_files =
             ownership::found(output).into_iter().filter(|(path, is_runs)| *is_runs && path.parent() == Some(output));
+        // The checksums stay until `write` replaces them, because they prove that the folder is a run's.
         for (path, _) in old_files.filter(|(path, _)| !path.ends_with(CHECKSUMS)) {
             atomic::remove_file(&path)?;
         }
@@ -167,6 +168,7 @@ pub(super) fn check_beginning(output: &Path, mode: &Mode) -> Result<()> {
     if *mode == Mode::Overwrite {
         return Ok(());
     }
+    // A run writes these files before its config.
     let precedes_config = |path: &Path| {
         path.file_name()
             .is_some_and(|name| name != CONFIG && (name == CHECKSUMS || LISTED.iter().any(|listed| name == *listed)))
@@ -214,6 +216,7 @@ fn write(
         texts.push((CODES, bpe.to_text()));
     }
     if let Some(mask) = mask {
+        // The special entries, up to UNK, are left out: `read_mask` adds those that a model may predict.
         let ids: Vec<u32> = (0..mask.len() as u32).filter(|id| mask[*id as usize] && *id > UNK as u32).collect();
         texts.push((TARGET_TYPES, vocabulary.decode(&ids).iter().map(|piece| format!("{piece}\n")).collect()));
     }
@@ -233,6 +236,7 @@ pub fn save_model(
     mask: Option<&[bool]>,
     parameters: &BTreeMap<String, Tensor>,
 ) -> Result<()> {
+    // An earlier call was stopped before it wrote the config, so this call may begin again.
     let is_begun = !checksums::listed(output).is_empty() && !output.join(CONFIG).exists();
     if output.exists() && !is_begun {
         return Err(Error::invalid(format!("{} exists already; give a new folder", output.display())));
@@ -285,6 +289,7 @@ pub(super) fn resume(
         Some(from) => Some(store.chosen(from)?),
         None => store.newest()?,
     };
+    // The run's options so far: the checkpoint's, because an earlier resume may have changed those of config.json.
     let before = match &found {
         Some(found) => beginning.of_checkpoint(&found.path, &found.checkpoint.config)?,
         None => beginning,

@@ -40,6 +40,7 @@ pub fn with_weights_of(
             differing(&their_config, &model.config).unwrap_or("give the options of its model".into())
         ))
     };
+    // Pairs of rows, ours and theirs, of the entries that both vocabularies have.
     let rows = vocabulary.shared_with(&their_vocabulary);
     if let Some(name) = theirs.keys().filter(|name| !ours.contains_key(*name)).min() {
         return Err(refuse(format!("this run's has no {name}")));

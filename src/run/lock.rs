@@ -70,6 +70,7 @@ impl Lock {
                 continue;
             }
             let mut head = Vec::new();
+            // The text of a lock is shorter than 4096 bytes. A longer file is the user's, and need not be read whole.
             (&file).take(4096).read_to_end(&mut head).map_err(|e| Error::io("read", &path, e))?;
             if !is_lock(&head) {
                 return Err(Error::invalid(format!(
@@ -85,6 +86,7 @@ impl Lock {
                 file.rewind()?;
                 file.write_all(own.as_bytes())
             })?;
+            // Unfinished files are removed only if checksums prove that the folder is a run's.
             if !checksums::listed(folder).is_empty() {
                 atomic::clean(folder, is_a_runs_name)?;
             }

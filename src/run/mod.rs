@@ -39,11 +39,11 @@ use tch::Device;
 /// otherwise the first; or auto, which is cuda if available.
 pub fn device(name: &str) -> Result<Device> {
     let found = tch::Cuda::device_count().max(0) as usize;
-    let own = || std::env::var("LOCAL_RANK").ok().and_then(|rank| rank.parse().ok()).unwrap_or(0);
+    let local_rank = || std::env::var("LOCAL_RANK").ok().and_then(|rank| rank.parse().ok()).unwrap_or(0);
     let wanted = match name {
         "cpu" => return Ok(Device::Cpu),
         "auto" if found == 0 => return Ok(Device::Cpu),
-        "auto" | "cuda" => own(),
+        "auto" | "cuda" => local_rank(),
         other => match other.strip_prefix("cuda:").and_then(|n| n.parse().ok()) {
             Some(n) => n,
             // By edit distance "gpu" is close to "cpu", so the general suggestion would be wrong.

@@ -70,6 +70,7 @@ impl Trial<'_> {
             let smaller = TransformerConfig { encoder_layers, decoder_layers, ..model.clone() };
             self.of_batch(&smaller, &batch)
         };
+        // Each stack grows alone, while the other one has its smallest measured number of layers.
         let first = bytes_with(encoders[0], decoders[0])?;
         let (mut by_encoder, mut by_decoder) = (vec![first], vec![first]);
         for &layers in &encoders[1..] {
@@ -92,11 +93,13 @@ impl Trial<'_> {
     /// parts of it.
     fn of_batch(&self, model: &TransformerConfig, batch: &[usize]) -> Result<f64> {
         let lengths = self.prepared.train.lengths();
+        // A sentence has a row for each source token and each target token.
         let rows = |sentences: &[usize]| sentences.iter().map(|&s| lengths[s].0 + lengths[s].1).sum::<usize>();
         let peak = |sentences: &[usize]| -> Result<f64> {
             let objective = objective(self.prepared, self.training, Device::Cpu)?;
             Ok(peak_of_update(model, self.training, objective, &collate(&self.prepared.train, sentences))? as f64)
         };
+        // For each number in `ROWS`, how many of the batch's first sentences have at least as many rows.
         let lengths_of_parts = ROWS.map(|least| (1..batch.len()).find(|&n| rows(&batch[..n]) >= least));
         match lengths_of_parts {
             [Some(small), Some(large)] if small < large => {
@@ -129,8 +132,8 @@ fn measured_layers(layers: i64) -> Vec<i64> {
 /// Evaluates at x the polynomial through the given points (Lagrange's formula).
 fn through(points: &[(f64, f64)], x: f64) -> f64 {
     let term = |&(at, y): &(f64, f64)| {
-        let others = points.iter().filter(|other| other.0 != at);
-        y * others.map(|other| (x - other.0) / (at - other.0)).product::<f64>()
+        let others = points.iter().map(|(other_at, _)| other_at).filter(|other_at| **other_at != at);
+        y * others.map(|other_at| (x - other_at) / (at - other_at)).product::<f64>()
     };
     points.iter().map(term).sum()
 }
@@ -138,6 +141,7 @@ fn through(points: &[(f64, f64)], x: f64) -> f64 {
 /// Returns the resident memory of the process in bytes. At this point it consists of libraries and data.
 fn resident_bytes() -> usize {
     let pages = std::fs::read_to_string("/proc/self/statm").ok();
+    // The second number of the file counts resident pages.
     let pages = pages.and_then(|text| text.split(' ').nth(1)?.parse::<usize>().ok()).unwrap_or(0);
     // SAFETY: the call only reads a constant of the system.
     pages * unsafe { libc::sysconf(libc::_SC_PAGESIZE) }.max(0) as usize

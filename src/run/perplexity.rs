@@ -101,6 +101,7 @@ fn batches(cut: Vec<Window>, plan: impl Fn(&Corpus) -> Vec<data::Batch>) -> Vec<
     let mut batches = plan(&Corpus { source: None, target: rows, start: BOS });
     for batch in &mut batches {
         for (row, ends) in batch.sentences.iter().zip(batch.target_input.offsets.windows(2)) {
+            // The last `scored[row]` targets of a window count.
             let (begin, end) = (ends[0] as usize, ends[1] as usize);
             batch.target_output[begin..end - scored[*row]].fill(PAD);
         }

@@ -54,6 +54,7 @@ pub(super) fn prepare_with(
         model.check_lengths(&[config.segment_length])?;
     }
     let is_new = known.is_none();
+    // Field 0 of `train` and `valid` has the source sentences, field 1 the target sentences.
     let TextAsIds { segmenter, vocabulary, train, valid, mut references } = match &config.data_bin {
         Some(folder) => binarised(folder, has_source, config, known, check_interrupt)?,
         None => files(has_source, config, known, check_interrupt)?,
@@ -174,6 +175,7 @@ fn files(
     known: Option<(Segmenter, Vocabulary)>,
     check_interrupt: Interrupt,
 ) -> Result<TextAsIds> {
+    // Field 0 of each pair is the source side, field 1 the target side.
     let train = read(has_source, "train", config.train_source.as_deref(), &config.train_target, check_interrupt)?;
     let valid = read(has_source, "valid", config.valid_source.as_deref(), &config.valid_target, check_interrupt)?;
     let (segmenter, vocabulary) = match known {

@@ -307,6 +307,7 @@ fn resumed_stream(
     let share = seen as f64 / all as f64;
     let stream = BatchStream::new(train.clone(), config, Cursor { epoch: at.epoch, index: 0 })?.behind(share);
     let (now, seen) = (stream.cursor(), stream.seen());
+    // A run that has just ended an epoch of the same text has nothing to skip or repeat, so no warning is due.
     if at.index > 0 || !is_same_text {
         warnings.push(format!(
             "{}: the run goes on in epoch {} behind {seen} of {} sentences, as {:.1} % of the epoch was seen",

@@ -194,7 +194,8 @@ impl Translator {
         let (source, target) = read(has_source, "evaluation", source, target, &mut check_interrupt)?;
         let target = within(self.encode(&target, &mut check_interrupt)?, self.seen.as_deref());
         let corpus = match has_source {
-            // No sentence is too long for a batch here, because a batch holds at least one sentence.
+            // No sentence is too long for a batch here, because a batch holds at least one sentence. The second result,
+            // which says what pairs are kept, is dropped: `Refuse` keeps all.
             true => Corpus::parallel(
                 self.encode(&source, &mut check_interrupt)?,
                 target,

@@ -26,6 +26,7 @@ pub fn source_batches(source: &[Vec<u32>], batch_tokens: usize, threads: usize) 
     let tokens = |&sentence: &usize| source[sentence].len() + 1;
     let mut sentences: Vec<usize> = (0..source.len()).collect();
     sentences.sort_by_key(|sentence| std::cmp::Reverse(tokens(sentence)));
+    // `left` counts the tokens of the sentences in `rest`.
     let mut left: usize = sentences.iter().map(tokens).sum();
     let mut batches = Vec::new();
     let mut rest = &sentences[..];
@@ -58,6 +59,7 @@ pub fn in_parallel(
     take: &mut dyn FnMut(usize, Vec<Vec<Hypothesis>>),
     check_interrupt: &mut dyn FnMut() -> Result<()>,
 ) -> Result<()> {
+    // Each thread builds its own model over these tensors, which share the memory of the parameters.
     let tensors = || -> BTreeMap<String, Tensor> {
         let named = model.parameters.iter().chain(model.parameters.buffers());
         named.map(|(name, t)| (name.to_string(), t.shallow_clone())).collect()
@@ -92,6 +94,7 @@ pub fn in_parallel(
                 }
             });
         }
+        // Now only threads hold senders, so the channel closes when the last thread ends.
         drop(results);
         let mut collect_results = || -> Result<()> {
             let mut done = 0;
@@ -112,6 +115,7 @@ pub fn in_parallel(
             }
         };
         let result = collect_results();
+        // After an error, this stops the threads that still work.
         is_over.store(true, Ordering::Relaxed);
         result
     })

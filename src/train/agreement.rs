@@ -32,18 +32,20 @@ impl ProcessGroup {
 
     /// Returns this rank's result, or an error if any rank has an error. Thus all ranks stop at the same place.
     pub fn agree<T>(self, result: Result<T>, device: Device) -> Result<T> {
+        // This rank's part of two counts: of interrupted ranks and of failed ranks.
         let mine = match &result {
             Ok(_) => [0.0, 0.0],
             Err(Error::Interrupted(_) | Error::Raised(_)) => [1.0, 0.0],
             Err(_) => [0.0, 1.0],
         };
         let [interrupted, failed] = self.sum_of(mine, device)?;
+        // Another rank's failure outranks an interruption. A rank's own error is returned as it is.
         match result {
             Ok(_) | Err(Error::Interrupted(_) | Error::Raised(_)) if failed > 0.0 => {
                 Err(Error::invalid("another rank failed: its message says why"))
             }
             Ok(_) if interrupted > 0.0 => Err(Error::Interrupted("another rank was stopped".into())),
-            other => other,
+            own => own,
         }
     }
 }

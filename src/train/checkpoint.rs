@@ -110,6 +110,7 @@ fn save_at(path: &Path, update: u64, checkpoint: &Checkpoint, saving: Option<Sav
             state: checkpoint.state.clone(),
         };
         let text = json(&manifest)?;
+        // The CRC-32 becomes the object's last entry, so its closing brace moves behind it, into the last line.
         let body = format!("{},\n", text.strip_suffix("\n}").unwrap_or(&text));
         folder.file(STATE, |sink| sink.put((body.clone() + &last_line(&body)).as_bytes()))?;
         Ok(())
@@ -186,10 +187,12 @@ fn read_resolved<T>(path: &Path, read: impl Fn(&Path) -> Result<T>) -> Result<T>
 /// Returns the checkpoint's own folder, for a path to a checkpoint, to a run's link `best` or `last`, or to a run.
 fn directory(path: &Path) -> Result<PathBuf> {
     let real = real_folder(path).or_else(|| {
+        // A run's link may be missing. Then the records of the run's saves say where it would lead.
         let name = path.file_name()?.to_str()?;
         let run = path.parent()?.parent()?;
         NAMES.contains(&name).then(|| CheckpointStore::at(run).named(name)).flatten()
     });
+    // `NAMES` is best, then last.
     let of_a_run = || NAMES.iter().find_map(|name| CheckpointStore::at(path).named(name));
     let real = real.or_else(of_a_run);
     let shown = path.display();
@@ -219,7 +222,7 @@ fn real_folder(place: &Path) -> Option<PathBuf> {
     }
 }
 
-/// Lists the names in a folder, for an error message.
+/// Lists the names in a folder, at most 20, for an error message. Hidden files are left out.
 fn names_in(folder: &Path) -> String {
     let Ok(entries) = fs::read_dir(folder) else { return "nothing: there is no such folder".into() };
     let names = entries.flatten().map(|e| e.file_name().to_string_lossy().into_owned());
@@ -237,6 +240,7 @@ impl Manifest {
         let path = folder.join(STATE);
         let missing = || Error::io("read", &path, io::ErrorKind::NotFound.into());
         let text = match atomic::read(&path, STATE_BYTES) {
+            // The file is longer than any state, or no regular file.
             Err(Error::Invalid(why)) => return Err(damaged(&path, why)),
             read => read?.ok_or_else(missing)?,
         };
@@ -255,10 +259,11 @@ impl Manifest {
                 folder.display()
             )));
         }
-        // The last line begins behind the newline before the last `"crc32": `.
+        // The last line begins behind the newline before the last mark.
+        const MARK: &[u8] = b"\"crc32\": ";
         let newline = text
-            .windows(9)
-            .rposition(|w| w == b"\"crc32\": ")
+            .windows(MARK.len())
+            .rposition(|window| window == MARK)
             .and_then(|at| text[..at].iter().rposition(|&b| b == b'\n'));
         let (body, last) = text.split_at(newline.map_or(0, |at| at + 1));
         if last != last_line(body).as_bytes() {

@@ -85,6 +85,7 @@ impl Graphs {
         let is_new = self.seen.insert(key);
         if !is_new && !self.is_broken && self.graphs.len() < GRAPHS {
             match Graph::record(&mut *self.recorder, step, padded_to(Some(shape))?, self.device) {
+                // Recording runs nothing, so the new graph is replayed on the batch that it was recorded with.
                 Ok(graph) => return self.graphs.entry(key).or_insert(graph).replay(),
                 Err(error) => {
                     self.complaint = Some(format!("no CUDA graphs, and so a slower training: {error}"));
@@ -94,6 +95,8 @@ impl Graphs {
                 }
             }
         }
+        // A batch is padded even without a graph, so that a later recording finds the same kernels loaded.
+        // After a failed recording, padding would only cost time.
         let shape = (!self.is_broken).then_some(shape);
         step.run(&padded_to(shape)?.to(self.device)?)
     }
@@ -140,6 +143,7 @@ impl Graph {
 fn shape(batch: &Batch, max_tokens: usize) -> Shape {
     let (target, source) = (&batch.target_input, batch.source.as_ref());
     let longest = source.map_or(0, |source| source.longest).max(target.longest).max(1);
+    // The lengths between powers of two p/2 and p are (p/2)/LENGTHS_PER_DOUBLING apart.
     let spacing = (longest.next_power_of_two() / (2 * LENGTHS_PER_DOUBLING)).max(LENGTH_MULTIPLE);
     let longest = longest.next_multiple_of(spacing);
     // In a batch of this shape the longest sentence has at least `longest − spacing + 1` tokens. `max_tokens` counts

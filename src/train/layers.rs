@@ -78,7 +78,7 @@ fn layer_of(name: &str) -> &str {
         if !is_sum && part.bytes().all(|b| b.is_ascii_digit()) {
             return &name[..end];
         }
-        end += 1;
+        end += 1; // the dot
     }
     name.split('.').next().unwrap_or(name)
 }
@@ -87,6 +87,7 @@ fn layer_of(name: &str) -> &str {
 fn is_gain(name: &str, dimensions: usize) -> bool {
     let mut parts = name.rsplit('.');
     let (leaf, module) = (parts.next().unwrap_or(name), parts.next());
+    // The weights of dlcl's sums, in modules called `combine`, are gains even if they are matrices.
     (dimensions <= 1 || module == Some("combine")) && !leaf.ends_with("bias")
 }
 

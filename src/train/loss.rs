@@ -58,6 +58,7 @@ impl TargetEntries {
     /// Numbers the columns of logits from 0, one for each entry that the mask allows.
     fn of(mask: &Tensor) -> Result<Self> {
         let ids = mask.f_nonzero()?.f_view(-1i64)?;
+        // At an entry that the mask allows, the cumulative sum counts the allowed entries up to this one.
         let columns = mask.f_cumsum(0, Kind::Int64)?.f_sub_scalar(1)?;
         let columns = columns.f_masked_fill(&mask.f_logical_not()?, ids.size()[0])?;
         let _ = columns.f_narrow(0, PAD, 1)?.f_fill_(TargetEntries::IGNORED)?;
@@ -89,19 +90,21 @@ impl Objective {
         Ok(Objective { mask, smoothing, entries, z_loss: 0.0 })
     }
 
-    /// Returns the z-loss ζ·log²Z of each row (0 for rows that do not count), and the gradient of `scale` times the
-    /// z-loss with respect to the logits. Both are f32, or f64 if the logits are. Returns `None` without a z-loss.
+    /// Returns the z-loss ζ·log²Z of each row, with Z = Σ exp(logits) and ζ the option `z_loss`; 0 for rows that do not
+    /// count. Returns also the gradient with respect to the logits of `scale` times this loss,
+    /// `scale`·2ζ·log Z·softmax(logits). Both are f32, or f64 if the logits are. Returns `None` without a z-loss.
     fn z_loss(&self, logits: &Tensor, counts: &Tensor, scale: &Tensor) -> Result<Option<(Tensor, Tensor)>> {
         if self.z_loss == 0.0 {
             return Ok(None);
         }
         let kind = if logits.kind() == Kind::Double { Kind::Double } else { Kind::Float };
         let logits = logits.f_to_kind(kind)?;
-        let z = logits.f_logsumexp([-1i64].as_slice(), true)?;
-        let counted = z.f_mul(&counts.f_unsqueeze(-1)?.f_to_kind(kind)?)?;
+        let log_z = logits.f_logsumexp([-1i64].as_slice(), true)?;
+        let counted = log_z.f_mul(&counts.f_unsqueeze(-1)?.f_to_kind(kind)?)?;
         let loss = counted.f_square()?.f_mul_scalar(self.z_loss)?.f_squeeze_dim(-1)?;
         let slope = counted.f_mul_scalar(2.0 * self.z_loss)?.f_mul(&scale.f_to_kind(kind)?)?;
-        Ok(Some((loss, logits.f_sub(&z)?.f_exp()?.f_mul(&slope)?)))
+        let softmax = logits.f_sub(&log_z)?.f_exp()?;
+        Ok(Some((loss, softmax.f_mul(&slope)?)))
     }
 
     /// Returns the column of logits that each target has, and the column number that means "ignore this row".
@@ -126,6 +129,8 @@ impl Objective {
     ) -> Result<LossSums> {
         let ((weight, bias), softcap) = (model.output()?, model.softcap()); // (V, d)
         let (sums, dh, weight, bias) = no_grad(|| {
+            // `weight` and `bias` sum gradients over blocks, `w` and `b` are the values for the products. `h` are the
+            // features, and `dh` is their gradient.
             let summed = |t: &Tensor| OutputGradient::new(t, kind, flat, self.entries.as_ref());
             let (weight, bias) = (summed(&weight)?, bias.map(summed).transpose()?);
             let (w, b) = (&weight.place.value, bias.as_ref().map(|b| &b.place.value));
@@ -137,6 +142,7 @@ impl Objective {
                 let h = h.f_narrow(0, start, rows)?;
                 let mut logits = workspace.block(rows, w.size()[0], kind, &h)?;
                 product(&logits, &h, &w.f_transpose(0, 1)?, b)?;
+                // `slope` is the softcap's derivative, of the capped logits. The cross-entropy overwrites these below.
                 let slope = softcap.map(|cap| cap.write(&mut logits).and_then(|()| cap.slope(&logits))).transpose()?;
                 let targets = targets.f_narrow(0, start, rows)?;
                 let z_loss = self.z_loss(&logits, &targets.f_ne(ignored)?, scale)?;
@@ -208,6 +214,7 @@ struct OutputGradient {
 
 impl OutputGradient {
     fn new(t: &Tensor, kind: Kind, flat: Option<&FlatBuffers>, entries: Option<&TargetEntries>) -> Result<Self> {
+        // In the flat buffers the gradient is complete where it lies. Otherwise autograd must propagate it.
         let (place, source) = match flat.map(|flat| flat.place(t)).transpose()?.flatten() {
             Some(place) => (place, None),
             None => (FlatParameter { value: t.f_to_kind(kind)?, gradient: t.f_zeros_like()? }, Some(t.shallow_clone())),
@@ -215,6 +222,7 @@ impl OutputGradient {
         if entries.is_none() {
             return Ok(OutputGradient { place, gradient: None, source });
         }
+        // Products use only the rows in V_t. `propagate` adds the gradient of these to that of all rows.
         let value = rows_of(&place.value, entries)?;
         let gradient = value.f_zeros_like()?.f_to_kind(place.gradient.kind())?;
         Ok(OutputGradient { place: FlatParameter { value, gradient }, gradient: Some(place.gradient), source })

@@ -52,6 +52,7 @@ impl Input {
             .transpose()?;
         let target = packed(&batch.target_input, shape.map(|s| s.padded_shape(s.target_rows)))?;
         let mut output = batch.target_output.clone();
+        // Padding rows predict PAD, which the loss ignores.
         output.resize(target.tokens.numel(), PAD);
         Ok(Input { read: Sentences::new(source, target, device)?, output: Tensor::f_from_slice(&output)? })
     }

@@ -109,6 +109,7 @@ impl Optimizer {
         let mut sorted: Vec<_> = parameters
             .parts()
             .map(|(name, t, part)| {
+                // The rule that updates this parameter; `None` if Adam does.
                 let rule = ruled.as_ref().map(|ruled| &ruled.rule).filter(|rule| rule.takes(part, &t.size()));
                 let step_size = rule.map_or(StepSize::Entries, |rule| rule.step_size());
                 let (order, multipliers) = model.multipliers(name, part, &t.size(), step_size);
@@ -120,6 +121,7 @@ impl Optimizer {
             })
             .collect();
         sorted.sort_by_key(|(order, ..)| *order);
+        // `start` is where the next parameter begins in the buffers.
         let (mut start, mut segments, mut places) = (0, Vec::<Segment>::new(), BTreeMap::new());
         let mut adam_end = 0;
         for ((is_ruled, ..), multipliers, name, t) in sorted {
@@ -129,6 +131,7 @@ impl Optimizer {
             let view_of = |flat: &Tensor| view_at(flat, &(start..start + t.numel()), t);
             let view = view_of(&flat)?;
             no_grad(|| view.shallow_clone().f_copy_(t))?;
+            // The model's own tensor now refers to the buffer's memory.
             t.shallow_clone().f_set_data(&view)?;
             operator::set_grad(t, &view_of(&gradients)?)?;
             // `elements` includes the padding up to the next parameter, `place` does not.
@@ -138,6 +141,7 @@ impl Optimizer {
                 ruled.add(name, view, view_at(&gradients, &place, t)?, moments, model.d_model, multipliers)?;
                 continue;
             }
+            // Adam's parameters come first, so its moments reach only as far as the last of them.
             adam_end = start;
             places.insert(name.to_string(), (place, t.size()));
             match segments.last_mut().filter(|last| last.multipliers == multipliers) {
@@ -255,6 +259,7 @@ impl Optimizer {
         let norm = self.gradients.f_norm()?.f_to_kind(Kind::Double)?;
         // 0·v is 0, or NaN if v is not finite; a sum with NaN remains NaN.
         self.health = self.health.f_add(&norm.f_mul_scalar(0.0)?)?.f_add(&loss.f_mul_scalar(0.0)?)?;
+        // The factor of gradients is 1 without clipping, and NaN if any update so far was not finite.
         let scale = self.health.f_add_scalar(1.0)?;
         let scale = match self.clip_norm > 0.0 {
             true => scale
@@ -308,9 +313,11 @@ impl Optimizer {
     /// Updates one segment. Only `step_on_cpu`, which holds the optimizer mutably, may call this function.
     fn update_on_cpu<M: Moment<f32>>(&self, segment: &Segment, adam: &adam::Adam, rounding: &Rounding, scale: f64) {
         let Range { start, end } = segment.elements;
+        // p, g, m and v are the segment's parameters, gradients, first moments and second moments.
         let [p, g] = [&self.parameters, &self.gradients].map(|t| Shared::new(&mut host_mut::<f32>(t)[start..end]));
         let [m, v] = [&self.first, &self.second].map(|t| Shared::new(&mut host_mut::<M>(t)[start..end]));
         parallel::for_each(end - start, GRAIN, |range| {
+            // An element's random bits depend on its index in the buffer, so not on how threads divide the work.
             let rounding = Rounding { first: rounding.first + range.start, ..*rounding };
             // SAFETY: the ranges are disjoint and inside the segment, which only this call touches.
             let (p, g, m, v) =

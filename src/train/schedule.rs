@@ -114,6 +114,7 @@ impl Schedule {
                 ScheduleName::NoWarmup => self.peak() * self.memory.factor,
                 ScheduleName::TFixup => self.peak() * (T_FIXUP_PERIOD / (T_FIXUP_PERIOD + n)).sqrt(),
                 ScheduleName::Constant => self.warm(n, self.peak()),
+                // The schedules below have the same warm-up.
                 _ if n < self.warmup => self.warm(n, self.peak()),
                 ScheduleName::Cosine => {
                     let wave = 0.5 * (1.0 + (std::f64::consts::PI * self.part(n, self.warmup)).cos());
@@ -197,8 +198,9 @@ impl Schedule {
         })
     }
 
-    /// Without the option `lr`, returns λ/√d·min(1/√n, n/n_w^1.5). With `lr`, returns a linear warm-up from
-    /// `warmup_init` to this peak, then peak·√(n_w/n). If n_w = 0, the rate is constant.
+    /// Without the option `lr`, returns λ/√d·min(1/√n, n/n_w^1.5), with λ = `scale`, d = `d_model` and n_w = `warmup`.
+    /// With `lr`, returns a linear warm-up from `warmup_init` to this peak, then peak·√(n_w/n). If n_w = 0, the rate is
+    /// constant.
     fn inverse_sqrt(&self, n: f64) -> f64 {
         match self.peak {
             _ if self.warmup == 0.0 => self.peak(),

@@ -267,22 +267,23 @@ impl Trainer {
             if let Some(reason) = finished {
                 return observer.message("info", &format!("stopped: {reason}"));
             }
-            let epoch = self.progress.cursor.epoch;
-            let before = self.running.take();
+            let epoch_before = self.progress.cursor.epoch;
+            // The update of the previous iteration, if its numbers have not been read yet.
+            let previous = self.running.take();
             match self.whole_step() {
                 Ok(running) => self.running = Some(running),
                 Err(error @ Error::Raised(_)) if self.group.is_first() => {
                     // The other ranks wait for this one in the middle of an update, so this rank saves without them.
                     self.group = ProcessGroup::ALONE;
-                    let reported = before.map_or(Ok(()), |update| self.report(update, observer));
+                    let reported = previous.map_or(Ok(()), |update| self.report(update, observer));
                     return self.interruptible(observer, |_, _| reported.and(Err(error)));
                 }
                 Err(error) => return Err(error),
             }
-            self.progress.is_due = self.is_evaluation_due(epoch);
+            self.progress.is_due = self.is_evaluation_due(epoch_before);
             // On a GPU the numbers of an update are read after the next update has been queued, so that the GPU never
             // idles.
-            let mut reported = before.map_or(Ok(()), |update| self.report(update, observer));
+            let mut reported = previous.map_or(Ok(()), |update| self.report(update, observer));
             if self.device == Device::Cpu || reported.is_err() {
                 let latest_reported = self.report_running(observer);
                 reported = reported.and(latest_reported);
@@ -334,6 +335,7 @@ impl Trainer {
                 // If this update has been evaluated, its checkpoint has been saved already.
                 let is_saved = update > 0 && self.progress.evaluated == update;
                 let saved = if is_saved { Ok(()) } else { self.save(false, true, observer) };
+                // The error of a failed save comes before the message that everything is saved.
                 let ended = saved.err().unwrap_or_else(|| {
                     Error::Interrupted(format!(
                         "stopped after update {update}; everything is saved: the same command with --resume goes on"
@@ -376,9 +378,11 @@ impl Trainer {
         let (mut cursor, mut seen) = (self.progress.cursor, self.progress.seen.0);
         let mut tokens = 0;
         let ranks = self.group.size();
+        // Every rank reads all micro-batches of the update, to count their tokens, and keeps its own.
         for micro_batch in 0..self.config.accumulate as usize * ranks {
             let (batch, next) = self.batches.next().ok_or_else(|| Error::invalid("the stream of batches ended"))?;
             tokens += batch.target_output.len();
+            // Index 0 means that this batch was its epoch's last.
             seen = if next.index == 0 { 0 } else { seen + batch.sentences.len() as u64 };
             if micro_batch % ranks == self.group.rank() {
                 batches.push((micro_batch as i64, batch));
@@ -397,9 +401,11 @@ impl Trainer {
             self.optimizer.share_parameters(self.group)?;
         }
         self.train_step.flat.as_ref().map_or(Ok(()), |flat| flat.refresh())?;
-        let statistics = self.watched(number, &batches[0].1, scale)?;
+        let (_, first_batch) = &batches[0];
+        let statistics = self.watched(number, first_batch, scale)?;
         let mut sums = None::<LossSums>;
         let last_index = batches.len() - 1;
+        // Norms that count updates must know which micro-batch is the last of its update.
         let counts_updates = self.train_step.model.parameters.count_updates();
         for (i, (micro_batch, batch)) in batches.iter().enumerate() {
             let seed = [seed, number as i64, *micro_batch];
@@ -417,11 +423,13 @@ impl Trainer {
         let (parameters, clip) = (&self.train_step.model.parameters, self.optimizer.qk_clip());
         let layers = is_logged.then(|| PendingLayers::of(parameters, clip)).transpose()?;
         let logit = clip.map(|clip| clip.largest_of_all()).transpose()?;
+        // The sum over ranks also counts the ranks that want to stop, which saves an exchange of its own.
         let wants_stop = sums.loss.f_full_like(f64::from(u8::from(self.own_stop.is_some())))?;
         let sums = self.group.sum(&Tensor::f_stack(&[&sums.loss, &sums.nll, &wants_stop], 0)?)?;
         let grad_norm = self.optimizer.step(number, lr, &sums.f_select(0, 0)?, self.group)?;
-        let others = [Some(grad_norm), logit].into_iter().flatten().map(|t| t.f_reshape([1i64].as_slice()));
-        let parts = [Ok(sums)].into_iter().chain(others).collect::<std::result::Result<Vec<_>, _>>()?;
+        // The numbers in the order that `Running` states.
+        let last_numbers = [Some(grad_norm), logit].into_iter().flatten().map(|t| t.f_reshape([1i64].as_slice()));
+        let parts = [Ok(sums)].into_iter().chain(last_numbers).collect::<std::result::Result<Vec<_>, _>>()?;
         let numbers = Pending::of(&Tensor::f_cat(&parts, 0)?)?;
         self.progress.update = number;
         // The cursor's index is 0 when an epoch has just ended; then this update still belongs to that epoch.
@@ -453,12 +461,15 @@ impl Trainer {
     fn finish(&mut self, update: Running) -> Result<(Update, bool)> {
         let Running { number, epoch, lr, tokens, start, numbers, layers, statistics } = update;
         let numbers = numbers.read()?;
+        // The numbers have the order that `Running` states.
         let (loss, nll, grad_norm) = (numbers[0] / tokens as f64, numbers[1] / tokens as f64, numbers[3]);
+        let (a_rank_stops, largest_logit) = (numbers[2] > 0.0, numbers.get(4).copied());
         if !loss.is_finite() || !grad_norm.is_finite() {
             let (what, value) = if loss.is_finite() { ("gradient norm", grad_norm) } else { ("loss", loss) };
             return Err(self.diverged(what, number, value));
         }
         let now = Instant::now();
+        // Updates overlap on a GPU. The time since the previous update's numbers arrived counts for this one only.
         let seconds = (now - start.max(self.last)).as_secs_f64();
         self.last = now;
         self.progress.seconds += seconds;
@@ -476,7 +487,7 @@ impl Trainer {
             nll,
             lr,
             grad_norm,
-            largest_logit: numbers.get(4).copied(),
+            largest_logit,
             tokens,
             tokens_per_second: done as f64 / time,
             seconds: self.progress.seconds,
@@ -484,7 +495,7 @@ impl Trainer {
             layers: layers.map(PendingLayers::read).transpose()?,
             statistics,
         };
-        Ok((update, numbers[2] > 0.0))
+        Ok((update, a_rank_stops))
     }
 
     /// Returns the error for a loss or norm `what` whose value is not finite.
@@ -515,6 +526,7 @@ impl Trainer {
         // them a second time.
         let agreed = self.group.agree(measured, self.device).inspect_err(|_| drop(observer.check_interrupt()));
         let (score, bleu) = agreed?;
+        // NaN stands for a BLEU that was not measured.
         let numbers = [score.loss, score.nll, score.tokens as f64, bleu.unwrap_or(f64::NAN)];
         let [loss, nll, tokens, bleu] = self.group.first_of(numbers, self.device)?;
         let (score, bleu) = (Score { loss, nll, tokens: tokens as usize }, Some(bleu).filter(|bleu| !bleu.is_nan()));

@@ -115,7 +115,9 @@ pub(super) fn check(arrays: &Arrays) -> Result<()> {
 /// aligned in the file.
 pub(super) fn write(sink: &mut Sink, arrays: &Arrays) -> Result<()> {
     let mut order: Vec<(&String, &Array)> = arrays.iter().collect();
+    // `Dtype` is ordered by the width of elements.
     order.sort_by_key(|(_, array)| std::cmp::Reverse(array.dtype));
+    // `end` is where the arrays so far end in the data.
     let mut end = 0;
     let infos = order.iter().map(|(name, array)| {
         let start = end;
@@ -129,6 +131,7 @@ pub(super) fn write(sink: &mut Sink, arrays: &Arrays) -> Result<()> {
         .map_err(|e| e.to_string())
         .and_then(|metadata| serde_json::to_vec(&metadata).map_err(|e| e.to_string()))
         .map_err(|e| Error::invalid(format!("the arrays cannot be written as safetensors: {e}")))?;
+    // Spaces behind the header align the arrays, which follow it, to 8 bytes.
     header.resize(header.len().next_multiple_of(8), b' ');
     if header.len() as u64 > HEADER_BYTES {
         return Err(Error::invalid(format!("too many arrays for safetensors: {}", arrays.len())));
@@ -142,6 +145,7 @@ pub(super) fn write(sink: &mut Sink, arrays: &Arrays) -> Result<()> {
 pub(super) fn read(path: &Path, expected: Digest) -> Result<Arrays> {
     let mut file = CheckedFile::open(path, expected)?;
     let bad = |why: String| damaged(path, why);
+    // The file begins with the header's length in 8 bytes; `rest` counts the bytes behind these.
     let rest = expected.bytes.checked_sub(8).ok_or_else(|| bad(format!("{} bytes hold no header", expected.bytes)))?;
     let mut length = [0; 8];
     length.copy_from_slice(&file.take(8)?);
@@ -154,6 +158,7 @@ pub(super) fn read(path: &Path, expected: Digest) -> Result<Arrays> {
         return Err(bad(format!("its arrays ask for {} bytes, {} follow", header.data_len(), rest - length)));
     }
     let mut arrays = Arrays::new();
+    // The file has the arrays in the order of their offsets, so each `take` reads the next array.
     for name in header.offset_keys() {
         let Some(TensorInfo { dtype, shape, data_offsets: (start, end) }) = header.info(&name) else { continue };
         let data = file.take((end - start) as u64)?.into();

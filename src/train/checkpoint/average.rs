@@ -9,7 +9,8 @@ use super::{directory, load_model, Array, Arrays, Checkpoint, Dtype, Manifest};
 use crate::config::{differences, TransformerConfig};
 use crate::error::{Error, Result};
 
-/// Returns a model's options. Options that did not exist when its file was written get their defaults.
+/// Returns a model's options. Options that did not exist when its file was written get their defaults. Options that
+/// this version cannot read are returned as they are.
 fn options_of(config: &Value) -> Value {
     let read = serde_json::from_value::<TransformerConfig>(config["model"].clone());
     read.map_or_else(|_| config["model"].clone(), |model| serde_json::json!(model))
@@ -31,14 +32,18 @@ pub fn average(paths: &[impl AsRef<Path>], check_interrupt: &mut dyn FnMut() -> 
         checkpoints.push((Manifest::read(&folder)?, folder));
     }
     checkpoints.sort_by(|(a, a_folder), (b, b_folder)| (a.update, a_folder).cmp(&(b.update, b_folder)));
-    if let Some(pair) = checkpoints.windows(2).find(|pair| pair[0].1 == pair[1].1) {
-        return Err(Error::invalid(format!("{} is to be averaged twice; name it once", pair[0].1.display())));
+    // Equal folders have equal updates, so sorting has put them next to each other.
+    let mut neighbours = checkpoints.windows(2).map(|pair| (&pair[0].1, &pair[1].1));
+    if let Some((folder, _)) = neighbours.find(|(folder, next)| folder == next) {
+        return Err(Error::invalid(format!("{} is to be averaged twice; name it once", folder.display())));
     }
     let n = checkpoints.len() as f64;
     let Some((newest, newest_folder)) = checkpoints.pop() else {
         return Err(Error::invalid("nothing to average: expected at least one checkpoint"));
     };
+    // The newest model is added last, and its arrays then receive the means.
     let (mut model, config) = load_model(&newest_folder)?;
+    // For each array, in the order of `model`, the sums of its numbers.
     let mut sums: Vec<Vec<f64>> = model.values().map(|array| vec![0.0; count_floats(array)]).collect();
     for (_, folder) in &checkpoints {
         check_interrupt()?;
@@ -64,6 +69,7 @@ pub fn average(paths: &[impl AsRef<Path>], check_interrupt: &mut dyn FnMut() -> 
             Dtype::F32 => write_means(array.data.to_mut(), sum, n, |x| (x as f32).to_le_bytes()),
             Dtype::BF16 => write_means(array.data.to_mut(), sum, n, |x| bf16::from_f64(x).to_le_bytes()),
             Dtype::F16 => write_means(array.data.to_mut(), sum, n, |x| f16::from_f64(x).to_le_bytes()),
+            // Integers stay as they are in the newest checkpoint.
             _ => (),
         }
     }

@@ -110,9 +110,10 @@ impl CheckpointStore {
             }
             None => directory(Path::new(what)),
             Some((update, saving)) => {
-                let fits = |key: &Key| key.0 == update && (saving == 0 || key.1 == saving);
+                let fits = |(of, number): &Key| *of == update && (saving == 0 || *number == saving);
                 let found = self.entries()?.into_iter().rfind(|(key, _)| fits(key));
-                directory(&found.ok_or_else(|| self.missing(what))?.1)
+                let (_, folder) = found.ok_or_else(|| self.missing(what))?;
+                directory(&folder)
             }
         }
     }
@@ -133,6 +134,7 @@ impl CheckpointStore {
     pub fn named(&self, name: &str) -> Option<PathBuf> {
         loop {
             let savings = self.savings().ok()?;
+            // `NAMES` is best, then last.
             let key = if name == NAMES[0] { self.best(&savings) } else { self.newest_of(&savings) };
             let copy = self.folder.join(name);
             // A program that copied the run's folder may have copied a checkpoint in place of a link. If the
@@ -207,7 +209,7 @@ impl CheckpointStore {
 
     /// Returns the saved updates, ascending.
     pub fn list(&self) -> Result<Vec<u64>> {
-        let updates: BTreeSet<u64> = self.entries()?.into_keys().map(|key| key.0).collect();
+        let updates: BTreeSet<u64> = self.entries()?.into_keys().map(|(update, _)| update).collect();
         Ok(updates.into_iter().collect())
     }
 
@@ -215,8 +217,9 @@ impl CheckpointStore {
     /// checkpoint (see [`prune`](Self::prune)).
     pub fn recent(&self, k: usize) -> Result<Vec<PathBuf>> {
         let last = self.last();
-        let newest: BTreeMap<u64, PathBuf> =
-            self.entries()?.into_iter().filter(|(key, _)| *key <= last).map(|(key, path)| (key.0, path)).collect();
+        let up_to_last = self.entries()?.into_iter().filter(|(key, _)| *key <= last);
+        // Entries ascend, so the map keeps the latest save of each update.
+        let newest: BTreeMap<u64, PathBuf> = up_to_last.map(|((update, _), path)| (update, path)).collect();
         Ok(newest.into_values().rev().take(k).collect())
     }
 
@@ -307,6 +310,7 @@ impl CheckpointStore {
         match self.twin(copy) {
             Some(key) if load(self.folder.join(name_of(key))).is_ok() => atomic::remove_directory(copy),
             Some(key) => {
+                // The damaged checkpoint is kept under another name.
                 rename(&self.folder.join(name_of(key)), &self.free_name(update)?)?;
                 rename(copy, &name_of(key))
             }
@@ -316,8 +320,8 @@ impl CheckpointStore {
 
     /// Returns the next unused name for a checkpoint of this update.
     fn free_name(&self, update: u64) -> Result<String> {
-        let before = self.entries()?.into_keys().rfind(|key| key.0 == update);
-        Ok(name_of((update, before.map_or(1, |key| key.1 + 1))))
+        let latest = self.entries()?.into_keys().rfind(|(saved, _)| *saved == update);
+        Ok(name_of((update, latest.map_or(1, |(_, number)| number + 1))))
     }
 
     /// Returns the key of the checkpoint to which a link leads.

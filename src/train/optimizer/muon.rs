@@ -46,6 +46,7 @@ impl Muon {
         let (rows, columns) = (size[0] as f64, size[1] as f64);
         match self.scale {
             MuonScale::Spectral => (rows / columns).max(1.0).sqrt(),
+            // An orthogonal matrix has entries with an RMS of 1/√max(r, c); this factor makes it 0.2 (Liu et al. 2025).
             MuonScale::Rms => 0.2 * rows.max(columns).sqrt(),
         }
     }
@@ -102,6 +103,7 @@ pub fn norms(matrices: &Tensor) -> Result<Tensor> {
 /// X ← aX + (bA + cA²)X with A = XXᵀ. The singular values of X are at most 1.
 fn newton_schulz(matrices: &Tensor) -> Result<Tensor> {
     let size = matrices.size();
+    // A tall matrix is transposed, so that A is the smaller of the two products of the matrix with itself.
     let is_tall = size[1] > size[2];
     let mut x = if is_tall { matrices.f_mt()? } else { matrices.shallow_clone() };
     let [a, b, c] = QUINTIC;

@@ -49,6 +49,7 @@ impl Rule for NorMuon {
     }
 
     fn finished(&self, direction: Tensor, state: &mut [Tensor]) -> Result<Tensor> {
+        // In the equations above `direction` is O, `state[1]` is v, and `rows` is U.
         let squares = direction.f_square()?.f_mean_dim([-1i64].as_slice(), true, None::<Kind>)?;
         mix(&mut state[1], &squares, 1.0 - self.beta2)?;
         let rows = direction.f_div(&state[1].f_sqrt()?.f_add_scalar(EPS)?)?;

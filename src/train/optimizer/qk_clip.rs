@@ -53,12 +53,13 @@ impl QkClip {
     pub fn apply(&self, is_alive: Option<&Tensor>) -> Result<()> {
         no_grad(|| {
             for (row, one) in self.attentions.iter().enumerate() {
+                // Each row has the heads that share one head of keys.
                 let own = self.largest.f_select(0, row as i64)?.f_view([one.kv_heads, -1].as_slice())?;
                 let of_group = own.f_amax([-1i64].as_slice(), false)?;
                 let root = of_group.f_full_like(self.limit)?.f_div(&of_group)?.f_sqrt()?;
                 let exceeds = of_group.f_gt(self.limit)?;
-                let scaled = is_alive.map_or(Ok(exceeds.shallow_clone()), |alive| exceeds.f_logical_and(alive))?;
-                one.scale(&root.f_where_self(&scaled, &root.f_ones_like()?)?)?;
+                let is_scaled = is_alive.map_or(Ok(exceeds.shallow_clone()), |alive| exceeds.f_logical_and(alive))?;
+                one.scale(&root.f_where_self(&is_scaled, &root.f_ones_like()?)?)?;
             }
             Ok(())
         })

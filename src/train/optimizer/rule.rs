@@ -84,7 +84,7 @@ pub fn apply(
     let step = rule.finished(direction, state)?;
     let _ = p.f_mul_scalar_(keep)?.f_sub_(&step.f_mul_scalar(lr)?)?;
     if let Some(norm) = norm {
-        // A matrix of zeros has no norm that a factor could restore, so its factor is 1.
+        // The factor is 1 if the matrix was zero before the step or is zero now: then no factor restores the norm.
         let ratio = norm.f_div(&p.f_norm()?)?.f_nan_to_num(1.0, 1.0, 1.0)?;
         let ratio = ratio.f_where_self(&norm.f_gt(0.0)?, &norm.f_ones_like()?)?;
         let _ = p.f_mul_(&ratio)?;

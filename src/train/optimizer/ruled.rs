@@ -129,8 +129,8 @@ fn blocks(name: &str, size: &[i64], d_model: i64) -> Vec<Range<i64>> {
     if !name.ends_with("in_proj_weight") || rows <= d_model {
         return std::iter::once(0..rows).collect();
     }
-    let half = d_model + (rows - d_model) / 2;
-    vec![0..d_model, d_model..half, half..rows]
+    let keys_end = d_model + (rows - d_model) / 2;
+    vec![0..d_model, d_model..keys_end, keys_end..rows]
 }
 
 /// Orthogonalises the directions. Each of the K ranks computes every K-th one and has zeros for the others, so a sum

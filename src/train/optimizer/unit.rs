@@ -58,6 +58,7 @@ pub fn dimension(name: &str, part: Part, dimensions: usize) -> Option<i64> {
     let is_of_positions = part.role == ParameterRole::Embedding && name.contains("position");
     let is_of_values = name.contains(".value_embedding.") || name.contains(".value_gate.");
     let writes_to_stream = name.ends_with("out_proj.weight") || name.ends_with("linear2.weight");
+    // Columns lie along dimension 0, rows along dimension 1.
     (dimensions == 2 && part.is_matrix() && !is_of_positions && !is_of_values).then_some(i64::from(!writes_to_stream))
 }
 
