@@ -287,6 +287,7 @@ impl Context {
     /// Returns the facts about the packed rows that norms need. Rows that belong to no sentence are padding. During
     /// profiling no statistics are updated.
     pub fn rows(&self) -> RowContext<'_> {
+        // Statistics are stored only if layers run again. Norms update none in a recomputation, nor in profiling.
         let (is_recompute, statistics) =
             (self.is_recompute || self.profile, self.recompute.then_some(&self.statistics));
         RowContext {

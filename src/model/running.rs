@@ -92,6 +92,7 @@ impl Norm for BuiltColumnNorm {
         let BuiltColumnNorm { operator, first, second, iters, options, .. } = self;
         let scaled = if self.groups > 0 { group_scaling(x, self.groups)? } else { x.shallow_clone() };
         let key = std::ptr::from_ref(self) as usize;
+        // The statistics that the first run used, if this is its recomputation.
         let used = rows
             .statistics
             .filter(|_| rows.is_recompute)
@@ -123,6 +124,7 @@ impl Norm for BuiltColumnNorm {
             statistics.borrow_mut().insert(key, stats);
         }
         if let Some(watch) = rows.watch {
+            // A norm that centres keeps μ and σ²; otherwise the first statistic is ψ².
             let (mean, square) = match second {
                 Some(variance) if self.centred => (Some(first), variance),
                 _ => (None, first),
@@ -201,6 +203,7 @@ impl Norm for BuiltBlendedNorm {
         };
         let x_real = real(&wide)?;
         let fade = self.fade.as_ref().filter(|_| rows.train);
+        // The mask of the rows that the statistics leave out; `None` if they leave out just the padding.
         let hidden = fade.map(|fade| fade.hidden(&wide, rows.pad_mask)).transpose()?.flatten();
         let blended =
             self.columns.forward(&wide, &RowContext { pad_mask: hidden.as_ref().or(rows.pad_mask), ..*rows })?;
@@ -229,6 +232,7 @@ impl Fade {
 
     /// Returns λ·R(x) + (1−λ)·y, where R is the row norm.
     fn mix(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
+        // 1 − λ, which is 0 up to update w + 1 and then grows.
         let grown = self.growth.alpha(&self.t.f_sub_scalar(self.warm + 1)?, 0, x.kind())?;
         let bias = self.bias.as_ref().map(BuiltParameter::value).transpose()?;
         let normed = self.operator.call(x, Some(&self.weight.value()?), bias.as_ref(), self.eps)?;

@@ -36,6 +36,7 @@ impl Sinusoids {
     pub fn table(&self, rows: i64, kind: Kind, device: Device) -> Result<Tensor> {
         let mut tables = self.tables.borrow_mut();
         if !tables.last().is_some_and(|t| t.size()[0] >= rows && t.kind() == kind && t.device() == device) {
+            // The numbers of rows are powers of two from 64 on, so that few tables are made.
             tables.push(self.make((rows as usize).next_power_of_two().max(64), kind, device)?);
         }
         Ok(tables.last().expect("a table was made above").shallow_clone())

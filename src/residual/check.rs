@@ -145,6 +145,7 @@ impl Walk<'_> {
             if combine.norms.len() as i64 > layers {
                 return Err(format!("combine has {} norms for {layers} layers", combine.norms.len()));
             }
+            // The names of the weight and of the norms are prescribed.
             let norms = (1..).map(|l| format!("combine.norms.{l}")).zip(combine.norms.iter().map(|at| &at.name));
             let weight = ("combine.weight".to_string(), &combine.weight.name);
             if let Some((wanted, name)) = std::iter::once(weight).chain(norms).find(|(wanted, name)| wanted != *name) {
@@ -176,6 +177,7 @@ impl Walk<'_> {
             }
             (Mixing::Depth(depth), Some(Mixing::Depth(_))) => {
                 let d = self.first.model.d_model;
+                // Only self-attention has inputs of its own for q, k and v, and only the normed form reads them apart.
                 let may_be_three =
                     at == Some(Sublayer::SelfAttention) && matches!(depth.weights, Some(DepthWeights::Normed(_)));
                 let shapes: &[&[i64]] = if may_be_three { &[&[d], &[3, d]] } else { &[&[d]] };
@@ -258,6 +260,7 @@ impl Walk<'_> {
             Change::Norm(norm) => self.norm(at, norm, widths, path),
             Change::Shift(parameter) | Change::Scale(parameter) => {
                 self.check_path(&parameter.name, path)?;
+                // A scalar, one number per column of a head if there are heads, or one per column of the row.
                 let shapes: &[&[i64]] =
                     if widths.len() > 1 { &[&[1], &widths[..1], &[width]] } else { &[&[1], &[width]] };
                 self.parameter(at, parameter, shapes)
@@ -321,6 +324,7 @@ impl Walk<'_> {
             }
             gain => match gain.learned() {
                 Some(parameter) => {
+                    // A scalar, or one number per column.
                     let shapes: Vec<[i64; 1]> = [1].iter().chain(widths).map(|width| [*width]).collect();
                     self.parameter(
                         "a gain",
