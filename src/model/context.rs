@@ -257,6 +257,7 @@ impl Context {
 
     /// Computes y = x Wᵀ + b in the computing type; under u-μP, (x Wᵀ + b)·fan_in^(−1/2).
     pub fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        // Products with prepared weights record no gradients.
         let y = match &self.prepared {
             Some(weights) if !Recording::is_on() => weights.linear(x, weight, bias, self.kind),
             _ => linear(x, weight, bias, self.kind, self.flat.as_deref()),

@@ -71,7 +71,7 @@ impl Embeddings {
         };
         let logit_scale = if config.logit_scale { Some(scaled_logits(b)?) } else { None };
         Ok(Embeddings {
-            source: source.filter(|_| has_source),
+            source: source.filter(|_| has_source), // a shared table serves no source in a decoder-only model
             target,
             output,
             output_bias,

@@ -131,10 +131,10 @@ impl Differentiable for FlatLinear {
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         let Some(dy) = &gradients[0] else { return Ok(vec![None]) };
         let rows = |t: &Tensor| t.f_flatten(0, -2);
-        let (x, flat) = (rows(&inputs[0])?, rows(dy)?);
-        add_product(&self.weight.gradient, &flat, &x)?;
+        let (x_rows, dy_rows) = (rows(&inputs[0])?, rows(dy)?);
+        add_product(&self.weight.gradient, &dy_rows, &x_rows)?;
         if let Some(bias) = &self.bias {
-            add_rows(&bias.gradient, &flat)?;
+            add_rows(&bias.gradient, &dy_rows)?;
         }
         Ok(vec![Some(times(dy, &self.weight.value, None)?)])
     }

@@ -249,7 +249,8 @@ fn by_channel(
     let n = streams.size()[streams.dim() - 2];
     let h = wide(streams)?;
     let cast = |t: &Tensor| t.f_to_kind(h.kind());
-    let normed = unit_rms(&h)?.f_flatten(-2, -1)?.f_mul(&cast(gain)?)?; // (…, n·d)
+    let normed = unit_rms(&h)?.f_flatten(-2, -1)?.f_mul(&cast(gain)?)?;
+    // The product of a matrix with vec(Ĥ)/n, where `normed` is vec(Ĥ), (…, n·d).
     let part = |weight: &Tensor| -> Result<Tensor> {
         Ok(normed.f_linear::<&Tensor>(&cast(weight)?, None)?.f_div_scalar(n as f64)?)
     };

@@ -398,6 +398,7 @@ impl Padded {
         let (kind, wide) = (scores.kind(), if scores.kind() == Kind::Double { Kind::Double } else { Kind::Float });
         let weights = extras.softmax(&scores.f_to_kind(wide)?.f_mul_scalar(scale)?, &hidden)?;
         let Some((p, seed, site)) = dropout else { return Ok(weights.f_to_kind(kind)?) };
+        // Heads and queries change places, so that one packed row holds all weights of a query.
         let weights = weights.f_transpose(1, 2)?;
         let [n, q_len, heads, k_len] = weights.size()[..] else { unreachable!("scores have four dimensions") };
         let packed = self.pack(&weights.f_reshape([n * q_len, heads * k_len].as_slice())?)?;

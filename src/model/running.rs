@@ -58,6 +58,7 @@ pub(super) fn build(
         release: given.is("mode", PowerNormMode::Release.name()),
         ..default
     };
+    // A counter is the clock t or PowerNorm's number of updates; the other buffers are the running statistics.
     let (mut buffers, mut iters, mut clock) = (Vec::new(), None, None);
     for (declared, buffer) in spec.buffers.iter().zip(buffers_of(spec, b, given)?) {
         match declared.is_counter {
@@ -120,6 +121,7 @@ impl Norm for BuiltColumnNorm {
                 ..*options
             },
         })?;
+        // The first run keeps its statistics for the recomputation.
         if let (false, Some(statistics)) = (rows.is_recompute, rows.statistics) {
             statistics.borrow_mut().insert(key, stats);
         }
@@ -177,6 +179,7 @@ impl BuiltBlendedNorm {
         context: &NormContext,
         given: &NormArgs,
     ) -> Result<Self> {
+        // In the order of the declaration: η, then the weight and the bias of the row norm.
         let mut own = std::mem::take(&mut affine.inside).into_iter();
         let share = own.next().expect("a blended norm declares its share of x");
         let (columns, clock) = build(spec, blend.columns, affine, b, context, given)?;
@@ -207,6 +210,7 @@ impl Norm for BuiltBlendedNorm {
         let hidden = fade.map(|fade| fade.hidden(&wide, rows.pad_mask)).transpose()?.flatten();
         let blended =
             self.columns.forward(&wide, &RowContext { pad_mask: hidden.as_ref().or(rows.pad_mask), ..*rows })?;
+        // N(x) + η⊙x, in which padding adds nothing
         let mut y = blended.f_add(&x_real.f_mul(&self.share.value()?.f_to_kind(wide.kind())?)?)?;
         if let Some(fade) = fade {
             y = real(&fade.mix(&x_real, &y)?)?;

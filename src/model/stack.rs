@@ -126,7 +126,8 @@ impl Stack {
             };
             (0..place.layers()).map(layer).collect::<Result<Vec<_>>>()
         })?;
-        // A layer hands on only those kept tensors that a later layer or the stack's end reads.
+        // A layer hands on only those kept tensors that a later layer or the stack's end reads. The layers are visited
+        // from the last to the first, so that `needed` holds the names that are read after the current layer.
         let mut needed: BTreeSet<String> = flow.end.iter().filter_map(Change::mixes).map(String::from).collect();
         for layer in layers.iter_mut().rev() {
             layer.leaves.retain(|name| needed.contains(name));

@@ -76,6 +76,7 @@ impl Walk<'_> {
         Ok(())
     }
 
+    /// Checks a sublayer: the changes around it and inside it, its gains, the streams beside x, and its mixing.
     fn sublayer(&mut self, sublayer: &super::SublayerSpec, place: &LayerContext) -> CheckResult {
         let ResidualSpec { before, skip, branch, after, alpha, beta, streams, mixing } = &sublayer.around;
         let d = place.model.d_model;
@@ -136,6 +137,7 @@ impl Walk<'_> {
         Ok(())
     }
 
+    /// Checks what the stack does between its layers and after them, apart from the changes at its end.
     fn ends(&mut self, layers: i64) -> CheckResult {
         let StackSpec { combine, streams, mixing, growth, .. } = self.stack;
         let d = self.first.model.d_model;
@@ -187,6 +189,7 @@ impl Walk<'_> {
         }
     }
 
+    /// Checks the shapes and numbers of a hyper-connection's gates, for n streams.
     fn gates(&mut self, gates: &Gates, n: i64, at_end: bool) -> CheckResult {
         let d = self.first.model.d_model;
         let mut check_shape = |parameter: &Learned, shape: &[i64]| self.parameter("mixing", parameter, &[shape]);

@@ -196,7 +196,7 @@ impl Schemes {
         }
         let mut schemes = Schemes::of(SchemeRef::Table(find(last)?));
         for part in first.split(',').filter(|_| !first.is_empty()) {
-            let (name, share) = part.split_once('*').unwrap_or((part, ""));
+            let (name, share) = part.split_once('*').unwrap_or((part, "")); // an empty share is refused
             let scheme = find(name)?;
             let share = Share::parse(share).ok_or_else(|| {
                 wrong(format!("{name} needs a number of layers (*3) or a part of them (*1/4), got {part:?}"))
@@ -226,7 +226,7 @@ impl Schemes {
 
     /// Returns the scheme of the layer at this place.
     pub fn at(&self, place: &LayerContext) -> &SchemeRef {
-        let mut below = 0;
+        let mut below = 0; // the number of layers up to the last one of `scheme`
         for (scheme, share) in &self.first {
             below += share.of(place.layers());
             if place.layer < below {

@@ -54,6 +54,7 @@ fn stack(place: &LayerContext) -> StackSpec {
         if after_middle(place) == place.layers() {
             end.push(Change::Keep(MIDDLE.into()));
         }
+        // At the start a fifth of the middle layer's output is subtracted.
         let kept = Gain::Learned(Learned::new("backout_scale", &[1], -0.2));
         end.push(Change::Mix { name: MIDDLE.into(), own: Gain::One, kept });
     }
