@@ -51,7 +51,8 @@ impl FlatBuffers {
         }
         let [buffer_start, t_start] = [&self.parameters, t].map(|t| t.data_ptr() as usize);
         let bytes = t.kind().elt_size_in_bytes();
-        let first = t_start.wrapping_sub(buffer_start) / bytes; // the index of t's first element
+        // The index of t's first element. It wraps around if t lies before the buffer, which the next line refuses.
+        let first = t_start.wrapping_sub(buffer_start) / bytes;
         if t_start < buffer_start || first + t.numel() > self.parameters.numel() {
             return Ok(None);
         }

@@ -265,6 +265,7 @@ impl Inside {
     /// Returns queries, keys or values (…, d) after the changes declared for this point.
     pub fn at_heads(&self, point: Point, x: Tensor, heads: i64, rows: &RowContext) -> Result<Tensor> {
         let d = *x.size().last().expect("rows have a width");
+        // A change by head sees the rows split into heads, (…, heads, d_head).
         self.0.iter().filter(|(p, _)| *p == point).try_fold(x, |x, (_, change)| match change.is_by_head(d) {
             false => change.apply(&x, rows),
             true => {

@@ -55,6 +55,7 @@ impl Sinusoids {
                         (row[2 * j], row[2 * j + 1]) = angle.sin_cos();
                     }
                     SinusoidRow::Fairseq => {
+                        // Rows of width 2 have one frequency, for which fairseq's divisor half − 1 would be 0.
                         let step = 10000f64.ln() / (half as f64 - 1.0).max(1.0);
                         let angle = (position as i64 + PAD + 1) as f64 * (-(j as f64) * step).exp();
                         (row[j], row[half + j]) = angle.sin_cos();
