@@ -87,6 +87,7 @@ impl Columns {
         let mut gradients = [f64::NAN; 2];
         if let Some(dy) = dy {
             let dy = self.real(dy)?;
+            // The gradients are (γ/σ)⊙mean dy and (γ/σ)⊙mean(dy⊙x̂), where x̂ is x⊙scale and γ/σ is `gain`.
             let sums = [dy.sum_axis(Axis(0)), (dy * &x * &scale).sum_axis(Axis(0))];
             gradients = sums.map(|sum| length_over_width(&(sum * &gain / count)));
         }
@@ -96,6 +97,7 @@ impl Columns {
             None => Moments { mean: f64::NAN, variance: f64::NAN, power: square },
         };
         let bounded = gain.iter().filter(|v| v.abs() <= 1.0).count() as f64 / width as f64;
+        // The distance of the means; NaN if the norm keeps no mean.
         let drift = running.as_ref().map_or(f64::NAN, |running| length_over_width(&(&mean - running)));
         Ok(Statistics {
             distance: moments(drift, length_over_width(&(&square - vector(&self.square)?))),

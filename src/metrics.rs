@@ -125,6 +125,7 @@ pub fn unigram_entropy<T: Copy + Ord>(tokens: impl IntoIterator<Item = T>) -> f6
     let mut sorted: Vec<T> = tokens.into_iter().collect();
     sorted.sort_unstable();
     let total = sorted.len() as f64;
+    // After the sort, equal tokens form one run. A run adds −f ln f, where f is its share of all tokens.
     let surprise = |run: &[T]| run.len() as f64 / total * (total / run.len() as f64).ln();
     sorted.chunk_by(|left, right| left == right).map(surprise).sum()
 }

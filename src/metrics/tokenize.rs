@@ -53,6 +53,7 @@ fn split_punctuation(line: &str) -> String {
     let is_symbol = |c: char| c.is_ascii_punctuation() && !matches!(c, '\'' | ',' | '-' | '.') || c == ' ';
     let is_point = |c: char| matches!(c, '.' | ',');
     let line = set_apart(line, is_symbol);
+    // In this order: a point that follows no digit, a point before no digit, and a dash after a digit.
     let line = replace_pairs(&line, |a, b| (!a.is_ascii_digit() && is_point(b)).then_some([a, ' ', b, ' ']));
     let line = replace_pairs(&line, |a, b| (is_point(a) && !b.is_ascii_digit()).then_some([' ', a, ' ', b]));
     replace_pairs(&line, |a, b| (a.is_ascii_digit() && b == '-').then_some([a, ' ', b, ' ']))
@@ -67,7 +68,7 @@ fn replace_pairs(line: &str, replace: impl Fn(char, char) -> Option<[char; 4]>) 
         match rest.peek().and_then(|&next| replace(c, next)) {
             Some(four) => {
                 replaced.extend(four);
-                rest.next();
+                rest.next(); // the pair's second character has been replaced, too
             }
             None => replaced.push(c),
         }
@@ -88,17 +89,17 @@ fn is_chinese(c: char) -> bool {
 /// True if a text has no spaces between its words: more than half of its letters belong to words that are too long for
 /// their script.
 pub fn lacks_spaces<'a>(words: impl IntoIterator<Item = &'a str>) -> bool {
-    let (mut long, mut all) = (0, 0);
+    let (mut long_letters, mut all_letters) = (0, 0);
     for word in words {
         // One limit for each letter whose script has no spaces between words.
         let limits: Vec<usize> = word.chars().filter_map(longest_word).collect();
-        all += word.chars().filter(|c| c.is_alphabetic()).count();
+        all_letters += word.chars().filter(|c| c.is_alphabetic()).count();
         // A word with more such letters than the first letter's script allows must be several words.
         if limits.first().is_some_and(|most| limits.len() > *most) {
-            long += limits.len();
+            long_letters += limits.len();
         }
     }
-    2 * long > all
+    2 * long_letters > all_letters
 }
 
 /// Returns a length that few words of c's script exceed; `None` if that script has spaces between words.

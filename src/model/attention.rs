@@ -111,7 +111,8 @@ impl Attention {
         let (x, stacked) = self.stacked(x, inside, ctx)?;
         if let (Ranges::Packed(table), true) = (ranges, self.stays_stacked(&stacked, inside, ctx)) {
             let part = |start| stacked.f_narrow(1, start, self.d);
-            self.measure([&part(0)?, &part(self.d)?], ranges, causal, ctx)?;
+            let (q, k) = (part(0)?, part(self.d)?);
+            self.measure([&q, &k], ranges, causal, ctx)?;
             let heads = stacked_attention(&stacked, table, self.heads, causal, self.scale, self.dropout(ctx))?;
             return self.output(heads, &x, inside, ctx);
         }
@@ -123,6 +124,7 @@ impl Attention {
     fn stacked(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<(Tensor, Tensor)> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
         let is_apart = x.dim() > 2;
+        // If q, k and v have the same input, one product computes all three.
         if !is_apart && !Point::INPUTS.into_iter().any(|point| inside.changes(point)) {
             let stacked = ctx.linear(&x, &self.in_weight, self.in_bias.as_ref())?;
             return Ok((x, stacked));
@@ -241,7 +243,8 @@ impl Attention {
     ) -> Result<Tensor> {
         let (x, stacked) = self.stacked(x, inside, ctx)?;
         let qkv = self.queries_keys_values(stacked, &x, inside, ctx)?;
-        Cache::of(cache, &qkv[1], 2)?.write(&qkv[1], &qkv[2], at as i64)?;
+        let [_, k, v] = &qkv;
+        Cache::of(cache, k, WrittenRows::ROOM_OF_TEXT)?.write(k, v, at as i64)?;
         self.output(self.heads(qkv.each_ref(), own, true, ctx)?, &x, inside, ctx)
     }
 
@@ -258,7 +261,7 @@ impl Attention {
     ) -> Result<Tensor> {
         let (x, stacked) = self.stacked(x, inside, ctx)?;
         let [q, k, v] = self.queries_keys_values(stacked, &x, inside, ctx)?;
-        let cache = Cache::of(cache, &k, 16)?;
+        let cache = Cache::of(cache, &k, WrittenRows::ROOM_OF_STEP)?;
         cache.write(&k, &v, at as i64)?;
         self.output(self.read([&q, cache.keys.all(), cache.values.all()], reads, ctx)?, &x, inside, ctx)
     }
@@ -284,14 +287,17 @@ impl Attention {
         self.measure([q, k], ranges, causal, ctx)?;
         let (dropout, extras) = (self.dropout(ctx), self.extras());
         match ranges {
+            // The attention operator supports neither softcap nor sinks.
             Ranges::Packed(table) if !extras.are_none() => {
                 let (k, v) = (self.for_each_query(k)?, self.for_each_query(v)?);
+                // The result of the CPU's kernel can be corrected for sinks afterwards.
                 if let (Extras { softcap: None, sinks: Some(sinks) }, Device::Cpu) = (extras, q.device()) {
                     let qkv = [q, &k, &v];
                     return sink_attention(qkv, sinks, table, self.heads, causal, self.scale, dropout);
                 }
                 operator::composed_attention([q, &k, &v], table, self.heads, causal, self.scale, &extras, dropout)
             }
+            // A causal mask and dropout depend on the queries' row numbers, which grouping changes.
             Ranges::Packed(table) if self.is_grouped() && !causal && dropout.is_none() => {
                 self.among_groups([q, k, v], table)
             }
@@ -310,6 +316,7 @@ impl Attention {
     /// Updates `largest`, each head's largest logit so far, with the scores of these queries and keys, if the pass
     /// measures logits. Attention's kernels return no scores, so the products QKᵀ are computed again.
     fn measure(&self, [q, k]: [&Tensor; 2], ranges: &Ranges, causal: bool, ctx: &Context) -> Result<()> {
+        // In a recomputation, the first run has measured the same logits already.
         if !ctx.measures_logits || ctx.is_recompute {
             return Ok(());
         }
@@ -370,7 +377,8 @@ impl Gate {
     /// Returns the heads' outputs (rows, d) times σ(W_g x).
     fn apply(&self, heads: Tensor, x: &Tensor, ctx: &Context) -> Result<Tensor> {
         let gate = ctx.linear(x, &self.weight, self.bias.as_ref())?.f_sigmoid()?;
-        if gate.size() == heads.size() {
+        let is_by_element = gate.size() == heads.size();
+        if is_by_element {
             return Ok(heads.f_mul(&gate)?);
         }
         let by_head = heads.f_unflatten(-1, [gate.size()[1], -1].as_slice())?;

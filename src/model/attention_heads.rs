@@ -35,7 +35,8 @@ impl AttentionHeads {
         let factors = factors.f_unsqueeze(-1)?;
         for t in [Some(&self.weight), self.bias.as_ref()].into_iter().flatten() {
             let key_rows = (t.size()[0] - d) / 2; // values have as many rows as keys
-            for (start, rows) in [(0, d), (d, key_rows)] {
+            let (queries, keys) = ((0, d), (d, key_rows)); // the first row and the number of rows
+            for (start, rows) in [queries, keys] {
                 let by_head = t.f_narrow(0, start, rows)?.f_view([self.kv_heads, -1].as_slice())?;
                 let _ = by_head.shallow_clone().f_mul_(&factors)?;
             }

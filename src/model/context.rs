@@ -257,6 +257,7 @@ impl Context {
 
     /// Computes y = x Wᵀ + b in the computing type; under u-μP, (x Wᵀ + b)·fan_in^(−1/2).
     pub fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        // Products with prepared weights record no gradients.
         let y = match &self.prepared {
             Some(weights) if !Recording::is_on() => weights.linear(x, weight, bias, self.kind),
             _ => linear(x, weight, bias, self.kind, self.flat.as_deref()),
@@ -287,6 +288,7 @@ impl Context {
     /// Returns the facts about the packed rows that norms need. Rows that belong to no sentence are padding. During
     /// profiling no statistics are updated.
     pub fn rows(&self) -> RowContext<'_> {
+        // Statistics are stored only if layers run again. Norms update none in a recomputation, nor in profiling.
         let (is_recompute, statistics) =
             (self.is_recompute || self.profile, self.recompute.then_some(&self.statistics));
         RowContext {

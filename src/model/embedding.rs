@@ -66,12 +66,12 @@ impl Embeddings {
         };
         let scaled_logits = |b: &mut Builder| -> Result<(Tensor, f64)> {
             let root = (d as f64).sqrt();
-            let first = Fill::Constant(root.recip());
+            let first = Fill::Constant(root.recip()); // so the factor √d·s begins at 1
             Ok((b.within("output_projection", |b| b.own("scale", &[v], &first, SumsOver::Nothing))?, root))
         };
         let logit_scale = if config.logit_scale { Some(scaled_logits(b)?) } else { None };
         Ok(Embeddings {
-            source: source.filter(|_| has_source),
+            source: source.filter(|_| has_source), // a shared table serves no source in a decoder-only model
             target,
             output,
             output_bias,

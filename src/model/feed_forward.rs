@@ -58,7 +58,7 @@ impl FeedForward {
         ctx.linear(&h, &self.weight2, self.bias2.as_ref())
     }
 
-    /// Returns hσ(h); under u-μP hσ(αh), times the factor of the gated activation.
+    /// Returns hσ(h); under u-μP hσ(αh), where α is the activation's factor, times the factor of the gated activation.
     fn silu(&self, h: &Tensor) -> Result<Tensor> {
         match self.unit {
             None => Ok(h.f_silu()?),

@@ -130,7 +130,8 @@ impl Layer {
     /// Returns how many of the streams' tensors the layer leaves unchanged, for later layers to read.
     pub fn keeps(&self, streams: &Streams) -> usize {
         let first = self.sublayers.first().and_then(|branch| branch.around.mixing.as_ref());
-        first.map_or(0, |mixing| mixing.keeps(streams.others.len() + 1))
+        let tensors = streams.others.len() + 1; // x is one of them
+        first.map_or(0, |mixing| mixing.keeps(tensors))
     }
 
     /// Returns how many tensors the layer adds to the streams.
@@ -151,6 +152,7 @@ impl BuiltSublayer {
             }
             None => streams.x.shallow_clone(),
         };
+        // The previous sublayer's fused step may have applied the norm already.
         match &streams.normed {
             Some(normed) => Ok(normed.shallow_clone()),
             None => self.around.before.apply(x, ctx),
@@ -165,6 +167,7 @@ impl BuiltSublayer {
         let f = times(branch.apply(f, ctx)?, self.scale)?;
         let alpha_t = streams.alpha_t.as_ref();
         let (p, seed, site) = (ctx.rates.residual, ctx.seed.as_ref(), ctx.dropout_site());
+        // A mixing writes f itself, without α, β and the changes of the plain connection.
         if let Some(mixing) = &self.around.mixing {
             let unwritten = streams.unwritten.take();
             let f = operator::dropout(f, p, seed, site)?;
@@ -175,6 +178,7 @@ impl BuiltSublayer {
         }
         let x = &skip.apply(streams.x.shallow_clone(), ctx)?;
         let (alpha, beta) = (alpha.now(alpha_t)?, beta.now(alpha_t)?);
+        // In a profiling pass, r is the deviation so far, and the gain on x is the ω that gets this value.
         let deviation = match (&streams.deviation, &alpha) {
             (Some(r), Some(omega)) => {
                 let branch = beta.as_ref().map(|beta| f.f_mul(&beta.f_to_kind(f.kind())?)).transpose()?;
@@ -189,6 +193,7 @@ impl BuiltSublayer {
             operator::Step { x: s, alpha: alpha.as_ref(), beta: beta.as_ref(), ..step }.add()
         });
         let others = others.collect::<Result<_>>()?;
+        // The norm that reads the sum directly, if it can be computed in the same step.
         let fused = match after.is_empty() {
             true => next.map(|norm| norm.row()).transpose()?.flatten(),
             false => after.norm().map(|norm| norm.row()).transpose()?.flatten(),

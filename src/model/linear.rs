@@ -51,7 +51,8 @@ impl FlatBuffers {
         }
         let [buffer_start, t_start] = [&self.parameters, t].map(|t| t.data_ptr() as usize);
         let bytes = t.kind().elt_size_in_bytes();
-        let first = t_start.wrapping_sub(buffer_start) / bytes; // the index of t's first element
+        // The index of t's first element. It wraps around if t lies before the buffer, which the next line refuses.
+        let first = t_start.wrapping_sub(buffer_start) / bytes;
         if t_start < buffer_start || first + t.numel() > self.parameters.numel() {
             return Ok(None);
         }
@@ -131,10 +132,10 @@ impl Differentiable for FlatLinear {
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         let Some(dy) = &gradients[0] else { return Ok(vec![None]) };
         let rows = |t: &Tensor| t.f_flatten(0, -2);
-        let (x, flat) = (rows(&inputs[0])?, rows(dy)?);
-        add_product(&self.weight.gradient, &flat, &x)?;
+        let (x_rows, dy_rows) = (rows(&inputs[0])?, rows(dy)?);
+        add_product(&self.weight.gradient, &dy_rows, &x_rows)?;
         if let Some(bias) = &self.bias {
-            add_rows(&bias.gradient, &flat)?;
+            add_rows(&bias.gradient, &dy_rows)?;
         }
         Ok(vec![Some(times(dy, &self.weight.value, None)?)])
     }

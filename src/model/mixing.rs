@@ -104,6 +104,7 @@ impl BuiltMixing {
     pub fn keeps(&self, tensors: usize) -> usize {
         match &self.declared {
             Mixing::Hyper(_) => 0,
+            // The sublayer only adds to the last v, or to none if it begins a new one.
             Mixing::Depth(depth) => tensors - usize::from(!depth.begins_block),
         }
     }
@@ -137,6 +138,7 @@ fn joint(
     let weight = weight.f_to_kind(flat.kind())?;
     let mixes = unit_rms(&flat)?.f_linear::<&Tensor>(&weight, None)?;
     note(&mixes)?;
+    // Part `index` of s·m + b, which has `count` numbers from number `from` on.
     let part = |index: i64, from: i64, count: i64| -> Result<Tensor> {
         let scale = scale.f_narrow(0, index, 1)?.f_to_kind(flat.kind())?;
         let bias = bias.f_narrow(0, from, count)?.f_to_kind(flat.kind())?;
@@ -144,7 +146,7 @@ fn joint(
     };
     let reading = part(0, 0, n)?.f_sigmoid()?.f_add_scalar(EPS)?.f_unsqueeze(-2)?; // (…, 1, n)
     let x = weighted_stream(streams, &reading)?;
-    let scales = scale.size1()?;
+    let scales = scale.size1()?; // the number of the gates' parts: p, g and R, or only the first ones
     if scales == 1 {
         // At the stack's end nothing is written.
         return Ok((x, None));
@@ -181,6 +183,7 @@ fn permuted(
     let gain = cast(gain)?.f_mul_scalar((gain.size1()? as f64).sqrt())?;
     let mixes = unit(&flat)?.f_mul(&gain)?.f_linear::<&Tensor>(&cast(weight)?, None)?;
     note(&mixes)?;
+    // Part `index` of s·m + b, which has `count` numbers from number `from` on.
     let part = |index: i64, from: i64, count: i64| -> Result<Tensor> {
         let scaled = mixes.f_narrow(-1, from, count)?.f_mul(&cast(&scale.f_narrow(0, index, 1)?)?)?;
         Ok(scaled.f_add(&cast(&bias.f_narrow(0, from, count)?)?)?)
@@ -199,15 +202,17 @@ fn mean_permutation(shares: &Tensor, n: i64) -> Result<Tensor> {
     }
     // Permutations that send 0 to the same j are neighbours. Each such chunk permutes the other n − 1 elements.
     let chunks = shares.f_unflatten(-1, [n, -1].as_slice())?;
-    let first = chunks.f_sum_dim_intlist([-1i64].as_slice(), false, None::<Kind>)?.f_unsqueeze(-2)?; // (…, 1, n)
+    // Row 0 of the result, (…, 1, n): 0 goes to j with the total share of chunk j.
+    let first = chunks.f_sum_dim_intlist([-1i64].as_slice(), false, None::<Kind>)?.f_unsqueeze(-2)?;
+    // The other rows: in chunk j, no other element goes to j, so a column of zeros is put in there.
     let others = mean_permutation(&chunks, n - 1)?; // (…, n, n − 1, n − 1)
-    let none = others.f_select(-3, 0)?.f_narrow(-1, 0, 1)?.f_zeros_like()?;
-    let rest = (0..n).map(|j| {
+    let zeros = others.f_select(-3, 0)?.f_narrow(-1, 0, 1)?.f_zeros_like()?;
+    let widened = (0..n).map(|j| {
         let chunk = others.f_select(-3, j)?;
-        Ok(Tensor::f_cat(&[&chunk.f_narrow(-1, 0, j)?, &none, &chunk.f_narrow(-1, j, n - 1 - j)?], -1)?)
+        Ok(Tensor::f_cat(&[&chunk.f_narrow(-1, 0, j)?, &zeros, &chunk.f_narrow(-1, j, n - 1 - j)?], -1)?)
     });
-    let rest = rest.collect::<Result<Vec<Tensor>>>()?;
-    let (start, more) = rest.split_first().expect("n is at least 2");
+    let widened = widened.collect::<Result<Vec<Tensor>>>()?;
+    let (start, more) = widened.split_first().expect("n is at least 2");
     let sum = more.iter().try_fold(start.shallow_clone(), |sum, one| sum.f_add(one))?;
     Ok(Tensor::f_cat(&[first, sum], -2)?)
 }
@@ -224,7 +229,7 @@ fn each(streams: &Tensor, bias: &Tensor, dynamic: &[&Tensor], note: impl Fn(&Ten
         let scores = normed.f_linear::<&Tensor>(&cast(weight)?, None)?;
         note(&scores)?;
         let change = scores.f_tanh()?; // (…, n, n + 2)
-        let scale = cast(scale)?;
+        let scale = cast(scale)?; // its first number is for p and R, its second for g
         let scale = Tensor::f_cat(&[scale.f_narrow(0, 0, 1)?.f_expand([n + 1], false)?, scale.f_narrow(0, 1, 1)?], 0)?;
         rows = rows.f_add(&change.f_mul(&scale)?)?;
     }
@@ -244,7 +249,8 @@ fn by_channel(
     let n = streams.size()[streams.dim() - 2];
     let h = wide(streams)?;
     let cast = |t: &Tensor| t.f_to_kind(h.kind());
-    let normed = unit_rms(&h)?.f_flatten(-2, -1)?.f_mul(&cast(gain)?)?; // (…, n·d)
+    let normed = unit_rms(&h)?.f_flatten(-2, -1)?.f_mul(&cast(gain)?)?;
+    // The product of a matrix with vec(Ĥ)/n, where `normed` is vec(Ĥ), (…, n·d).
     let part = |weight: &Tensor| -> Result<Tensor> {
         Ok(normed.f_linear::<&Tensor>(&cast(weight)?, None)?.f_div_scalar(n as f64)?)
     };
@@ -260,6 +266,7 @@ fn by_channel(
 
 /// Computes attention over depth with [`DepthWeights::Plain`].
 fn attend(outputs: &[&Tensor], query: &Tensor, gain: &Tensor, note: impl Fn(&Tensor) -> Result<()>) -> Result<Tensor> {
+    // ⟨query, gain⊙v̂⟩ = ⟨query⊙gain, v⟩·1/√(mean v² + ε)
     let query = wide(query)?.f_mul(&wide(gain)?)?;
     let logits = outputs.iter().map(|v| {
         let v = wide(v)?;
@@ -283,6 +290,7 @@ fn attend_normed(outputs: &[&Tensor], query: &Tensor, note: impl Fn(&Tensor) -> 
     let logits = Tensor::f_stack(&logits.collect::<Result<Vec<_>>>()?, -1)?;
     note(&logits)?;
     let shares = logits.f_softmax(-1, None::<Kind>)?;
+    // v̂ = scale·v, so Σ share·v̂ is a weighted sum of the outputs v, with the weights share·scale.
     let scales = Tensor::f_cat(&scales, -1)?; // (…, outputs)
     let read = |i: i64| weighted(outputs, &shares.f_select(-2, i)?.f_mul(&scales)?);
     if query.dim() == 1 {

@@ -160,6 +160,7 @@ fn parameter_of(
     context: &NormContext,
 ) -> Result<Option<BuiltParameter>> {
     let numbers = parameter.numbers(given);
+    // NaN means that a user's norm declares no initial value for rows of this width.
     if numbers.start.is_nan() {
         let (name, width) = (parameter.name, context.width);
         return Err(Error::invalid(format!(
@@ -169,6 +170,7 @@ fn parameter_of(
     if !(parameter.is_present)(given) {
         return Ok(None);
     }
+    // All parameters are learned, except affine ones with `elementwise_affine` off.
     if !parameter.is_affine() || given.value("elementwise_affine").is_none_or(|flag| flag == true) {
         let fill = match numbers.std {
             0.0 => Fill::Constant(numbers.first(if parameter.is_gain { context.start } else { 1.0 })),

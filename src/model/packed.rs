@@ -116,7 +116,8 @@ impl Packed {
     /// Error messages call the batch `name`.
     pub fn from_padded(name: &str, padded: &Tensor, vocab_size: i64) -> Result<Self> {
         if has_memory(padded) {
-            // An expanded tensor has more elements than its memory holds, so the copy's size is checked first.
+            // An expanded tensor has more elements than its memory holds, so the copy's size is checked first. The
+            // copy is stored about four times: as `all` and `rows` here, then as tokens and positions.
             let bytes = 4 * size_of::<i64>() as u128 * padded.numel() as u128;
             memory::room(bytes, || format!("{name} of shape {:?} (give fewer or shorter rows)", padded.size()))?;
         }

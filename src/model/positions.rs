@@ -82,8 +82,8 @@ impl Rotation {
     /// Rotates queries or keys (rows, n·d_head). The two halves x₁ and x₂ of each head become x₁cos − x₂sin and x₂cos
     /// + x₁sin, which is GPT-NeoX's layout.
     pub fn turn(&self, x: &Tensor) -> Result<Tensor> {
-        let width = 2 * self.cos.size()[2];
-        let [first, second] = halves(&x.f_unflatten(-1, [-1, width].as_slice())?)?;
+        let d_head = 2 * self.cos.size()[2];
+        let [first, second] = halves(&x.f_unflatten(-1, [-1, d_head].as_slice())?)?;
         let Rotation { cos, sin } = self;
         let turned = [first.f_mul(cos)?.f_sub(&second.f_mul(sin)?)?, second.f_mul(cos)?.f_add(&first.f_mul(sin)?)?];
         Ok(Tensor::f_cat(&turned, -1)?.f_flatten(-2, -1)?.f_to_kind(x.kind())?)

@@ -65,7 +65,8 @@ impl PreparedWeight {
         let cast = |t: &Tensor| t.f_detach()?.f_to_kind(kind)?.f_contiguous();
         let (weight, bias) = (cast(weight)?, bias.map(cast).transpose()?);
         let have_memory = has_memory(&weight) && bias.as_ref().is_none_or(has_memory);
-        Ok(match (have_memory && PreparedWeight::is_packed(weight.device(), kind), kind) {
+        let can_pack = have_memory && PreparedWeight::is_packed(weight.device(), kind);
+        Ok(match (can_pack, kind) {
             (true, Kind::Double) => PreparedWeight::F64(Arc::new(pack(&weight, bias.as_ref())?)),
             (true, _) => PreparedWeight::F32(Arc::new(pack(&weight, bias.as_ref())?)),
             (false, _) => PreparedWeight::Cast(weight, bias),

@@ -32,12 +32,17 @@ impl Ranges {
         }
         let queries_of = queries.offsets.windows(2);
         let keys_of = keys.offsets.iter().zip(&keys.lengths);
-        let rows: Vec<i64> = queries_of.zip(keys_of).flat_map(|(q, (k, n))| [q[0], q[1] - q[0], *k, *n]).collect();
+        let rows = queries_of.zip(keys_of).flat_map(|(ends, (&k_start, &k_len))| {
+            let (q_start, q_len) = (ends[0], ends[1] - ends[0]); // with padding; `k_len` leaves padding out
+            [q_start, q_len, k_start, k_len]
+        });
+        let rows: Vec<i64> = rows.collect();
+        let is_causal = false;
         Ranges::fitting(
             &rows,
             [queries.rows(), keys.rows()],
             queries.padded_shape.zip(keys.padded_shape),
-            false,
+            is_causal,
             device,
         )
     }
@@ -46,18 +51,23 @@ impl Ranges {
     /// attends to all real tokens.
     pub fn causal(sentences: &Packed, device: Device) -> Result<Self> {
         let mut rows = Vec::new();
-        for (ends, &n) in sentences.offsets.windows(2).zip(&sentences.lengths) {
-            rows.extend([ends[0], n, ends[0], n]);
-            rows.extend((ends[0] + n..ends[1]).flat_map(|padding| [padding, 1, ends[0], n]));
+        for (ends, &real) in sentences.offsets.windows(2).zip(&sentences.lengths) {
+            let (start, end) = (ends[0], ends[1]);
+            // Each range is (q_start, q_len, k_start, k_len). A range's last query reads all its keys, so each row of
+            // padding has a range of its own.
+            rows.extend([start, real, start, real]);
+            rows.extend((start + real..end).flat_map(|padding| [padding, 1, start, real]));
         }
-        let all = sentences.rows();
-        Ranges::fitting(&rows, [all, all], sentences.padded_shape.zip(sentences.padded_shape), true, device)
+        let (all, is_causal) = (sentences.rows(), true);
+        Ranges::fitting(&rows, [all, all], sentences.padded_shape.zip(sentences.padded_shape), is_causal, device)
     }
 
     /// Builds ranges on a device from a flat list of (q_start, q_len, k_start, k_len).
     pub fn of(rows: &[i64], device: Device) -> Result<Self> {
+        // Column 0 holds the starts of queries, and column 2 those of keys. The next column holds the length.
         let end = |start: usize| rows.chunks_exact(4).map(|r| r[start] + r[start + 1]).max().unwrap_or(0);
-        Ranges::fitting(rows, [end(0), end(2)], None, false, device)?.to(device)
+        let is_causal = false;
+        Ranges::fitting(rows, [end(0), end(2)], None, is_causal, device)?.to(device)
     }
 
     /// Returns the mean |q·k| of all heads, over all pairs of a query and a key that it attends to; q and k are
@@ -116,6 +126,7 @@ impl Ranges {
             }
             let keys = k.f_narrow(1, k_start, k_len)?.f_transpose(1, 2)?;
             let all = Tensor::f_ones([q_len, k_len].as_slice(), (Kind::Bool, q.device()))?;
+            // The last query reads all keys, and each query before it one key fewer.
             let seen = if causal { all.f_tril(k_len - q_len)? } else { all };
             visit(q.f_narrow(1, q_start, q_len)?.f_matmul(&keys)?, seen)?;
         }
@@ -132,10 +143,12 @@ impl Ranges {
         device: Device,
     ) -> Result<Self> {
         if device != Device::Cpu || shapes.is_some() {
+            // A causal mask over padded sentences needs as many queries as keys in each.
             if let Some(padded) = Padded::of(rows, all, shapes)?.filter(|padded| padded.is_square || !causal) {
                 return Ok(Ranges::Padded(Rc::new(padded)));
             }
         }
+        // Only padded ranges can have the given shapes.
         if shapes.is_some() {
             return Err(Error::invalid("a batch with an empty sentence cannot be filled up"));
         }
@@ -151,13 +164,15 @@ impl Ranges {
         };
         let mut rows: Vec<i64> = Vec::new();
         for row in host::<i64>("ranges", table)?.chunks_exact(4) {
+            let [q_start, q_len, k_start, k_len] = [row[0], row[1], row[2], row[3]];
             // Padding directly follows its sentence and has the same first key, so it extends the segment.
             match rows.last_chunk_mut::<4>() {
-                Some([_, queries, keys, _]) if *keys == row[2] => *queries += row[1],
-                _ if row[1] > 0 => rows.extend([row[0], row[1], row[2], row[3].max(1)]),
+                Some([_, segment_len, first_key, _]) if *first_key == k_start => *segment_len += q_len,
+                _ if q_len > 0 => rows.extend([q_start, q_len, k_start, k_len.max(1)]),
                 _ => {}
             }
         }
+        // Column 0 holds the starts of queries, and column 2 those of keys. The next column holds the length.
         let end = |start: usize| rows.chunks_exact(4).map(|r| r[start] + r[start + 1]).max().unwrap_or(0);
         let padded = Padded::of(&rows, [end(0), end(2)], None)?;
         Ok(padded.map(|padded| padded.to(table.device())).transpose()?.map(Rc::new))
@@ -213,6 +228,7 @@ struct Places {
 impl Places {
     /// Computes the places of sentences given as ranges (start, length) of `all` rows, each padded to `longest`.
     fn of(ranges: &[[i64; 2]], all: i64, longest: i64) -> Result<Self> {
+        // Padding gets copies of its sentence's first row.
         let rows: Vec<i64> = ranges
             .iter()
             .flat_map(|&[start, len]| (0..longest).map(move |i| start + if i < len { i } else { 0 }))
@@ -261,19 +277,26 @@ impl Padded {
     /// Builds the places on the host, padded to the given shapes of queries and keys. Returns `None` unless the
     /// ranges contain every query row once and in order, and every sentence has keys.
     fn of(rows: &[i64], all: [i64; 2], shapes: Option<(PaddedShape, PaddedShape)>) -> Result<Option<Self>> {
-        // Each range is [q_start, q_len, k_start, k_len].
+        // Each range is [q_start, q_len, k_start, k_len]; these are the columns of the two lengths.
+        const Q_LEN: usize = 1;
+        const K_LEN: usize = 3;
         let mut ranges: Vec<[i64; 4]> = rows.chunks_exact(4).map(|r| [r[0], r[1], r[2], r[3]]).collect();
+        // `None` unless each sentence's queries begin where those before it end.
         let in_order = ranges.iter().try_fold(0, |end, [start, len, ..]| (*start == end).then_some(end + len));
         let longest = |column: usize| ranges.iter().map(|r| r[column]).max().unwrap_or(0);
-        let (q_len, k_len) = shapes.map_or((longest(1), longest(3)), |(q, k)| (q.longest, k.longest));
-        if in_order.is_none() || q_len == 0 || ranges.iter().any(|r| r[3] == 0) {
+        let (q_len, k_len) = shapes.map_or((longest(Q_LEN), longest(K_LEN)), |(q, k)| (q.longest, k.longest));
+        if in_order.is_none() || q_len == 0 || ranges.iter().any(|r| r[K_LEN] == 0) {
             return Ok(None);
         }
         let all = shapes.map_or(all, |(q, k)| [q.rows, k.rows]);
-        let is_square = ranges.iter().all(|r| r[1] == r[3]);
+        let is_square = ranges.iter().all(|r| r[Q_LEN] == r[K_LEN]);
         if let Some((queries, _)) = shapes {
-            // The sentences that fill up the batch attend to one key, because a softmax over no keys is NaN.
-            let spare_range = |s: usize| [ranges[s % ranges.len()][0], 0, ranges[s % ranges.len()][2], 1];
+            // The sentences that fill up the batch attend to one key, because a softmax over no keys is NaN. They
+            // begin where real sentences begin, so that their padding copies rows that exist.
+            let spare_range = |s: usize| {
+                let [q_start, _, k_start, _] = ranges[s % ranges.len()];
+                [q_start, 0, k_start, 1]
+            };
             let spare: Vec<_> = (ranges.len()..queries.sentences as usize).map(spare_range).collect();
             ranges.extend(spare);
         }
@@ -282,14 +305,15 @@ impl Padded {
             Ok(Tensor::f_from_slice(&real)?)
         };
         let sentences = ranges.len() as i64;
-        let queries: Vec<_> = ranges.iter().map(|r| [r[0], r[1]]).collect();
+        let queries: Vec<_> = ranges.iter().map(|&[q_start, q_len, ..]| [q_start, q_len]).collect();
         // Keys to which no query attends get no gradient, so they have no place.
-        let keys: Vec<_> = ranges.iter().map(|r| [r[2], if r[1] > 0 { r[3] } else { 0 }]).collect();
+        let read_keys = |&[_, q_len, k_start, k_len]: &[i64; 4]| [k_start, if q_len > 0 { k_len } else { 0 }];
+        let keys: Vec<_> = ranges.iter().map(read_keys).collect();
         Ok(Some(Padded {
             queries: Places::of(&queries, all[0], q_len)?,
             keys: Places::of(&keys, all[1], k_len)?,
-            real: is_real(k_len, 3)?.f_reshape([sentences, 1, 1, k_len].as_slice())?,
-            gaps: is_real(q_len, 1)?.f_logical_not()?.f_reshape([-1, 1].as_slice())?,
+            real: is_real(k_len, K_LEN)?.f_reshape([sentences, 1, 1, k_len].as_slice())?,
+            gaps: is_real(q_len, Q_LEN)?.f_logical_not()?.f_reshape([-1, 1].as_slice())?,
             sentences,
             q_len,
             k_len,
@@ -374,6 +398,7 @@ impl Padded {
         let (kind, wide) = (scores.kind(), if scores.kind() == Kind::Double { Kind::Double } else { Kind::Float });
         let weights = extras.softmax(&scores.f_to_kind(wide)?.f_mul_scalar(scale)?, &hidden)?;
         let Some((p, seed, site)) = dropout else { return Ok(weights.f_to_kind(kind)?) };
+        // Heads and queries change places, so that one packed row holds all weights of a query.
         let weights = weights.f_transpose(1, 2)?;
         let [n, q_len, heads, k_len] = weights.size()[..] else { unreachable!("scores have four dimensions") };
         let packed = self.pack(&weights.f_reshape([n * q_len, heads * k_len].as_slice())?)?;

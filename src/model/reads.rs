@@ -87,6 +87,7 @@ impl Reads {
     /// Gathers the rows of k and v query by query, for kernels that need each query's rows as one range. Returns k, v
     /// and the ranges.
     pub fn gathered(&self, [k, v]: [&Tensor; 2], device: Device) -> Result<(Tensor, Tensor, Ranges)> {
+        // Each range is (q_start, q_len, k_start, k_len), with one query.
         let all = || (0..self.queries()).map(|i| (i as i64, self.of(i)));
         // If the rows of each query follow one another, k and v are used as they are.
         let are_ranges = all().all(|(_, rows)| rows.windows(2).all(|two| two[0] + 1 == two[1]));

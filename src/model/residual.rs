@@ -92,6 +92,7 @@ impl BuiltGain {
             BuiltGain::Is(gain) => Some(gain.shallow_clone()),
             BuiltGain::Sigmoid(w, temperature) => Some(w.f_div_scalar(*temperature)?.f_sigmoid()?),
             BuiltGain::CoSigmoid(w, temperature) => {
+                // 1 − σ(w)² = σ(−w)(1 + σ(w)), and the product does not cancel where σ(w) is close to 1.
                 let w = w.f_div_scalar(*temperature)?;
                 let rest = w.f_neg()?.f_sigmoid()?.f_mul(&w.f_sigmoid()?.f_add_scalar(1.0)?)?;
                 Some(rest.f_clamp_min(LEAST_VARIANCE)?.f_sqrt()?)
@@ -214,6 +215,7 @@ impl BuiltChange {
     fn is_by_head(&self, width: i64) -> bool {
         match self {
             BuiltChange::Norm { width: own, .. } => *own != width,
+            // A parameter that is not as wide as the row is a scalar or as wide as a head. Both fit a head's part.
             BuiltChange::Shift(p) | BuiltChange::Scale(p) => p.numel() as i64 != width,
             BuiltChange::Keep(_) | BuiltChange::Mix { .. } | BuiltChange::DampForward(_) => false,
             _ => true,
@@ -263,6 +265,7 @@ impl Inside {
     /// Returns queries, keys or values (…, d) after the changes declared for this point.
     pub fn at_heads(&self, point: Point, x: Tensor, heads: i64, rows: &RowContext) -> Result<Tensor> {
         let d = *x.size().last().expect("rows have a width");
+        // A change by head sees the rows split into heads, (…, heads, d_head).
         self.0.iter().filter(|(p, _)| *p == point).try_fold(x, |x, (_, change)| match change.is_by_head(d) {
             false => change.apply(&x, rows),
             true => {
@@ -405,6 +408,7 @@ impl BuiltCombine {
             // The first input is a view of the embedding, as in `BuiltEnds::begin`.
             return Ok(outputs[0].f_view_as(&outputs[0])?);
         }
+        // The matrix is lower-triangular: this row has as many weights as there are outputs.
         let weights = self.weight.f_get(row as i64)?.f_narrow(0, 0, row as i64 + 1)?;
         // One product of the flattened outputs and the row of weights computes Σ_k w_k y_k.
         let flat = Tensor::f_stack(&outputs.iter().map(|y| y.flatten(0, -1)).collect::<Vec<_>>(), 1)?;

@@ -58,6 +58,7 @@ pub(super) fn build(
         release: given.is("mode", PowerNormMode::Release.name()),
         ..default
     };
+    // A counter is the clock t or PowerNorm's number of updates; the other buffers are the running statistics.
     let (mut buffers, mut iters, mut clock) = (Vec::new(), None, None);
     for (declared, buffer) in spec.buffers.iter().zip(buffers_of(spec, b, given)?) {
         match declared.is_counter {
@@ -92,6 +93,7 @@ impl Norm for BuiltColumnNorm {
         let BuiltColumnNorm { operator, first, second, iters, options, .. } = self;
         let scaled = if self.groups > 0 { group_scaling(x, self.groups)? } else { x.shallow_clone() };
         let key = std::ptr::from_ref(self) as usize;
+        // The statistics that the first run used, if this is its recomputation.
         let used = rows
             .statistics
             .filter(|_| rows.is_recompute)
@@ -119,10 +121,12 @@ impl Norm for BuiltColumnNorm {
                 ..*options
             },
         })?;
+        // The first run keeps its statistics for the recomputation.
         if let (false, Some(statistics)) = (rows.is_recompute, rows.statistics) {
             statistics.borrow_mut().insert(key, stats);
         }
         if let Some(watch) = rows.watch {
+            // A norm that centres keeps μ and σ²; otherwise the first statistic is ψ².
             let (mean, square) = match second {
                 Some(variance) if self.centred => (Some(first), variance),
                 _ => (None, first),
@@ -175,6 +179,7 @@ impl BuiltBlendedNorm {
         context: &NormContext,
         given: &NormArgs,
     ) -> Result<Self> {
+        // In the order of the declaration: η, then the weight and the bias of the row norm.
         let mut own = std::mem::take(&mut affine.inside).into_iter();
         let share = own.next().expect("a blended norm declares its share of x");
         let (columns, clock) = build(spec, blend.columns, affine, b, context, given)?;
@@ -201,9 +206,11 @@ impl Norm for BuiltBlendedNorm {
         };
         let x_real = real(&wide)?;
         let fade = self.fade.as_ref().filter(|_| rows.train);
+        // The mask of the rows that the statistics leave out; `None` if they leave out just the padding.
         let hidden = fade.map(|fade| fade.hidden(&wide, rows.pad_mask)).transpose()?.flatten();
         let blended =
             self.columns.forward(&wide, &RowContext { pad_mask: hidden.as_ref().or(rows.pad_mask), ..*rows })?;
+        // N(x) + η⊙x, in which padding adds nothing
         let mut y = blended.f_add(&x_real.f_mul(&self.share.value()?.f_to_kind(wide.kind())?)?)?;
         if let Some(fade) = fade {
             y = real(&fade.mix(&x_real, &y)?)?;
@@ -229,6 +236,7 @@ impl Fade {
 
     /// Returns λ·R(x) + (1−λ)·y, where R is the row norm.
     fn mix(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
+        // 1 − λ, which is 0 up to update w + 1 and then grows.
         let grown = self.growth.alpha(&self.t.f_sub_scalar(self.warm + 1)?, 0, x.kind())?;
         let bias = self.bias.as_ref().map(BuiltParameter::value).transpose()?;
         let normed = self.operator.call(x, Some(&self.weight.value()?), bias.as_ref(), self.eps)?;

@@ -71,7 +71,7 @@ impl Differentiable for SinkAttention {
         let plain = Tensor::f_empty(q.size().as_slice(), (q.kind(), q.device()))?;
         let lse = Tensor::f_empty([q.size()[0], self.settings.heads].as_slice(), (kind, q.device()))?;
         forward(&self.views([q, k, v])?, &view(&plain)?, &view(&lse)?)?;
-        let share = lse.f_sub(&sinks.f_detach()?.f_to_kind(kind)?)?.f_sigmoid()?;
+        let share = lse.f_sub(&sinks.f_detach()?.f_to_kind(kind)?)?.f_sigmoid()?; // s
         let out = self.heads(&plain, kind)?.f_mul(&share.f_unsqueeze(-1)?)?.f_flatten(1, 2)?.f_to_kind(q.kind())?;
         self.kept.get_or_init(|| [lse, out.detach()]);
         Ok(vec![out])

@@ -36,6 +36,7 @@ impl Sinusoids {
     pub fn table(&self, rows: i64, kind: Kind, device: Device) -> Result<Tensor> {
         let mut tables = self.tables.borrow_mut();
         if !tables.last().is_some_and(|t| t.size()[0] >= rows && t.kind() == kind && t.device() == device) {
+            // The numbers of rows are powers of two from 64 on, so that few tables are made.
             tables.push(self.make((rows as usize).next_power_of_two().max(64), kind, device)?);
         }
         Ok(tables.last().expect("a table was made above").shallow_clone())
@@ -54,6 +55,7 @@ impl Sinusoids {
                         (row[2 * j], row[2 * j + 1]) = angle.sin_cos();
                     }
                     SinusoidRow::Fairseq => {
+                        // Rows of width 2 have one frequency, for which fairseq's divisor half − 1 would be 0.
                         let step = 10000f64.ln() / (half as f64 - 1.0).max(1.0);
                         let angle = (position as i64 + PAD + 1) as f64 * (-(j as f64) * step).exp();
                         (row[j], row[half + j]) = angle.sin_cos();

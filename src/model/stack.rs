@@ -91,6 +91,7 @@ impl StackCache {
     fn last_embeddings(&self, x: &Tensor) -> Result<Tensor> {
         let Some(rows) = &self.embeddings else { return Ok(x.f_zeros_like()?) };
         let last = self.reads.last();
+        // A slot without tokens selects any row; the mask replaces it by zeros.
         let index: Vec<i64> = last.iter().map(|row| row.unwrap_or(0)).collect();
         let is_first: Vec<bool> = last.iter().map(Option::is_none).collect();
         let index = Tensor::f_from_slice(&index)?.f_to_device(x.device())?;
@@ -125,7 +126,8 @@ impl Stack {
             };
             (0..place.layers()).map(layer).collect::<Result<Vec<_>>>()
         })?;
-        // A layer hands on only those kept tensors that a later layer or the stack's end reads.
+        // A layer hands on only those kept tensors that a later layer or the stack's end reads. The layers are visited
+        // from the last to the first, so that `needed` holds the names that are read after the current layer.
         let mut needed: BTreeSet<String> = flow.end.iter().filter_map(Change::mixes).map(String::from).collect();
         for layer in layers.iter_mut().rev() {
             layer.leaves.retain(|name| needed.contains(name));
@@ -178,12 +180,12 @@ impl Stack {
         ctx: &Context,
     ) -> Result<Tensor> {
         cache.layers.resize_with(self.body.layers.len(), || None);
-        let at = cache.length;
+        let at = cache.length; // the first row of the new slots
         let rows = offsets.windows(2).map(|ends| at as i64 + ends[0]..at as i64 + ends[1]);
         cache.reads = std::mem::take(&mut cache.reads).joined(&Reads::ranges(rows));
         cache.length += x.size()[0] as usize;
         let x = self.enter(x, ctx, |x| {
-            cache.write_embeddings(x, at, 2)?;
+            cache.write_embeddings(x, at, WrittenRows::ROOM_OF_TEXT)?;
             row_before(x, ctx)
         })?;
         self.run(x, ctx, &mut |index, streams| {
@@ -217,7 +219,7 @@ impl Stack {
         let at = cache.length;
         let x = self.enter(x, ctx, |x| {
             let before = cache.last_embeddings(x)?;
-            cache.write_embeddings(x, at, 16)?;
+            cache.write_embeddings(x, at, WrittenRows::ROOM_OF_STEP)?;
             Ok(before)
         })?;
         (cache.reads, cache.length) = (cache.reads.followed_by(at), at + slots);
@@ -262,17 +264,18 @@ impl Stack {
         let kind = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
         let deviation = ctx.profile.then(|| Tensor::f_ones([1i64].as_slice(), (kind, x.device()))).transpose()?;
         ctx.show(|watch| watch.stack(&x))?;
-        let (x, others) = flow.begin(x)?;
-        let beside = others.len();
-        let mut streams = Streams::of([x].into_iter().chain(others), beside, None);
+        let (x, other_streams) = flow.begin(x)?;
+        let other_count = other_streams.len();
+        let mut streams = Streams::of([x].into_iter().chain(other_streams), other_count, None);
         streams.deviation = deviation;
-        let (alphas, mut outputs) = (flow.alphas(layers.len(), kind)?, vec![]);
+        let (alphas, mut outputs) = (flow.alphas(layers.len(), kind)?, vec![]); // `combine` collects the outputs
         for index in 0..layers.len() {
             streams.alpha_t = alphas.get(index).map(Tensor::shallow_clone);
             if let Some(combine) = &flow.combine {
                 streams = Streams { x: combine.next(streams.x, &mut outputs, ctx)?, normed: None, ..streams };
             }
             let all_kept = self.lend_kept(index, ctx)?;
+            // Tensors that the layer leaves unchanged go around it; the layer gets views of them.
             streams = match layers[index].keeps(&streams) {
                 0 => layer(index, streams)?,
                 kept => {
@@ -286,6 +289,7 @@ impl Stack {
         if let Some(combine) = &flow.combine {
             streams = Streams { x: combine.next(streams.x, &mut outputs, ctx)?, normed: None, ..streams };
         }
+        // The last sublayer's fused step may have computed the norm that ends the stack.
         match streams.normed {
             Some(normed) => Ok(normed),
             None => flow.finish(streams.x, streams.others, ctx),
@@ -334,6 +338,8 @@ impl Stack {
         // Its inputs are the streams' tensors, the kept tensors and the memory. Its outputs are the tensors that the
         // layer keeps for later layers, then those of the streams that the layer changes.
         let run_layer = {
+            // Both runs begin at the dropout site of `start`, so that they draw the same masks. `sites` tells the
+            // caller at which site they end.
             let (body, sites, start) = (self.body.clone(), sites.clone(), ctx.fork(false));
             let (own, across) = (own.shallow_clone(), memory.map(|(_, ranges)| ranges.shallow_clone()));
             let (others, alpha_t) = (streams.others.len(), clone(&streams.alpha_t));
@@ -387,6 +393,7 @@ impl Body {
             Some(next) => next.around.before.norm(),
             None if self.flow.combine.is_some() => None, // the sum of outputs comes first
             None => match self.layers.get(layer + 1) {
+                // The next layer at most keeps x for later layers, so its first norm reads x itself.
                 Some(next) if next.begin.only_look() => next.sublayers[0].around.before.norm(),
                 Some(_) => None,
                 None => self.flow.end_norm(),
@@ -397,6 +404,7 @@ impl Body {
 
 /// Returns the previous row of each row of packed sentences, or zeros for the first row of a sentence.
 fn row_before(x: &Tensor, ctx: &Context) -> Result<Tensor> {
+    // The roll gives each sentence's first row a row of another sentence; the mask replaces it by zeros.
     let is_first = ctx.positions()?.f_eq(0)?.f_unsqueeze(1)?;
     Ok(x.f_roll([1].as_slice(), [0].as_slice())?.f_masked_fill(&is_first, 0.0)?)
 }

@@ -85,6 +85,7 @@ impl Tensorized {
         let [n, queries, rank] = q.size()[..] else { unreachable!("queries have three dimensions") };
         let keys = k.size()[1];
         let table = self.positions.table(self.segment, self.in_weight.kind(), device)?.f_narrow(0, 0, self.segment)?;
+        // Row j of the flipped table encodes T − 1 − j.
         let table = table.f_flip([0i64].as_slice())?.f_narrow(0, 0, keys)?;
         let p = linear(&table, &self.position_weight, None, kind, None)?;
         let core = self.core.f_to_kind(kind)?;
@@ -93,6 +94,7 @@ impl Tensorized {
         // (n, queries, keys, R); the product with v sums over R.
         let first = content?.f_mul(&k.f_unsqueeze(1)?)?.f_add(&position?.f_mul(&p)?)?;
         let entries = first.f_reshape([n, queries * keys, rank].as_slice())?.f_matmul(&v.f_transpose(1, 2)?)?;
+        // An entry of keys j and k is 0 if either key comes after the query, or is padding.
         let indices = |end: i64| Tensor::f_arange(end, (Kind::Int64, device));
         let future = indices(keys)?.f_gt_tensor(&indices(queries)?.f_unsqueeze(1)?)?; // (queries, keys)
         let mut hidden = future.f_unsqueeze(2)?.f_logical_or(&future.f_unsqueeze(1)?)?; // (queries, j, k)

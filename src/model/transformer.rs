@@ -96,17 +96,18 @@ impl Transformer {
         let Sentences { source, target, own, across } = read;
         self.config.check_lengths(&target.lengths)?;
         let on_target = self.over(target, ctx)?;
+        let causal = true; // in the decoder; the encoder's tokens attend to all others
         match (&self.encoder, source.as_ref().zip(across.as_ref())) {
             (Some(encoder), Some((source, [among, across]))) => {
                 self.config.check_lengths(&source.lengths)?;
                 let x = self.embeddings.source(source, ctx)?;
-                let memory = encoder.forward(x, among, false, None, &self.over(source, ctx)?)?;
+                let memory = encoder.forward(x, among, !causal, None, &self.over(source, ctx)?)?;
                 let x = self.embeddings.target(target, ctx)?;
-                self.decoder.forward(x, own, true, Some((&memory, across)), &on_target)
+                self.decoder.forward(x, own, causal, Some((&memory, across)), &on_target)
             }
             (None, None) => {
                 let x = self.embeddings.target(target, ctx)?;
-                self.decoder.forward(x, own, true, None, &on_target)
+                self.decoder.forward(x, own, causal, None, &on_target)
             }
             (Some(_), None) => Err(Error::invalid("an encoder-decoder model needs source sentences, got none")),
             (None, Some(_)) => Err(Error::invalid("a decoder-only model takes no source sentences, got some")),
@@ -144,8 +145,8 @@ impl Transformer {
         let Some(encoder) = &self.encoder else { return Ok(None) };
         self.config.check_lengths(&source.lengths)?;
         let among = Ranges::between(source, source, self.device())?.to(self.device())?;
-        let on_source = self.over(source, ctx)?;
-        let output = encoder.forward(self.embeddings.source(source, ctx)?, &among, false, None, &on_source)?;
+        let (on_source, causal) = (self.over(source, ctx)?, false);
+        let output = encoder.forward(self.embeddings.source(source, ctx)?, &among, causal, None, &on_source)?;
         Ok(Some(Memory { keys_values: self.decoder.memory(&output, ctx)?, offsets: source.offsets.clone() }))
     }
 

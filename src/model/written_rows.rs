@@ -7,6 +7,11 @@ use tch::Tensor;
 pub struct WrittenRows(Tensor);
 
 impl WrittenRows {
+    /// The room that a text reserves, as a multiple of its rows, so that the first tokens after it need no copy.
+    pub const ROOM_OF_TEXT: i64 = 2;
+    /// The room that the first step of decoding reserves, as a multiple of its rows, so that few steps need a copy.
+    pub const ROOM_OF_STEP: i64 = 16;
+
     /// Reserves memory for `room` rows of the width and type of `like`.
     pub fn empty(like: &Tensor, room: i64) -> Result<Self> {
         Ok(WrittenRows(Tensor::f_empty([room, like.size()[1]].as_slice(), (like.kind(), like.device()))?))

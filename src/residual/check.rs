@@ -76,6 +76,7 @@ impl Walk<'_> {
         Ok(())
     }
 
+    /// Checks a sublayer: the changes around it and inside it, its gains, the streams beside x, and its mixing.
     fn sublayer(&mut self, sublayer: &super::SublayerSpec, place: &LayerContext) -> CheckResult {
         let ResidualSpec { before, skip, branch, after, alpha, beta, streams, mixing } = &sublayer.around;
         let d = place.model.d_model;
@@ -136,6 +137,7 @@ impl Walk<'_> {
         Ok(())
     }
 
+    /// Checks what the stack does between its layers and after them, apart from the changes at its end.
     fn ends(&mut self, layers: i64) -> CheckResult {
         let StackSpec { combine, streams, mixing, growth, .. } = self.stack;
         let d = self.first.model.d_model;
@@ -145,6 +147,7 @@ impl Walk<'_> {
             if combine.norms.len() as i64 > layers {
                 return Err(format!("combine has {} norms for {layers} layers", combine.norms.len()));
             }
+            // The names of the weight and of the norms are prescribed.
             let norms = (1..).map(|l| format!("combine.norms.{l}")).zip(combine.norms.iter().map(|at| &at.name));
             let weight = ("combine.weight".to_string(), &combine.weight.name);
             if let Some((wanted, name)) = std::iter::once(weight).chain(norms).find(|(wanted, name)| wanted != *name) {
@@ -176,6 +179,7 @@ impl Walk<'_> {
             }
             (Mixing::Depth(depth), Some(Mixing::Depth(_))) => {
                 let d = self.first.model.d_model;
+                // Only self-attention has inputs of its own for q, k and v, and only the normed form reads them apart.
                 let may_be_three =
                     at == Some(Sublayer::SelfAttention) && matches!(depth.weights, Some(DepthWeights::Normed(_)));
                 let shapes: &[&[i64]] = if may_be_three { &[&[d], &[3, d]] } else { &[&[d]] };
@@ -185,6 +189,7 @@ impl Walk<'_> {
         }
     }
 
+    /// Checks the shapes and numbers of a hyper-connection's gates, for n streams.
     fn gates(&mut self, gates: &Gates, n: i64, at_end: bool) -> CheckResult {
         let d = self.first.model.d_model;
         let mut check_shape = |parameter: &Learned, shape: &[i64]| self.parameter("mixing", parameter, &[shape]);
@@ -258,6 +263,7 @@ impl Walk<'_> {
             Change::Norm(norm) => self.norm(at, norm, widths, path),
             Change::Shift(parameter) | Change::Scale(parameter) => {
                 self.check_path(&parameter.name, path)?;
+                // A scalar, one number per column of a head if there are heads, or one per column of the row.
                 let shapes: &[&[i64]] =
                     if widths.len() > 1 { &[&[1], &widths[..1], &[width]] } else { &[&[1], &[width]] };
                 self.parameter(at, parameter, shapes)
@@ -321,6 +327,7 @@ impl Walk<'_> {
             }
             gain => match gain.learned() {
                 Some(parameter) => {
+                    // A scalar, or one number per column.
                     let shapes: Vec<[i64; 1]> = [1].iter().chain(widths).map(|width| [*width]).collect();
                     self.parameter(
                         "a gain",

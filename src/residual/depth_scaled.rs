@@ -15,7 +15,7 @@ pub static DEPTH_SCALED: Scheme = Scheme {
 };
 
 fn around(place: &LayerContext) -> ResidualSpec {
-    let k = (place.number() + 2) as f64;
+    let k = (place.number() + 2) as f64; // the number of terms in the sum, the embedding included
     let (alpha, beta) = (Gain::Constant(((k - 1.0) / k).sqrt()), Gain::Constant(1.0 / k.sqrt()));
     ResidualSpec { alpha, beta, ..(SANDWICH.around)(place) }
 }

@@ -39,6 +39,7 @@ fn around(place: &LayerContext) -> ResidualSpec {
 
 fn stack(place: &LayerContext) -> StackSpec {
     let on_sums = place.options.get(&NORM) == DlclNorm::Post;
+    // With norms on sums, the norm of the last sum is the stack's last norm.
     let norm =
         |l: i64| NormAt { name: format!("combine.norms.{l}"), last: on_sums && l == place.layers(), ..place.norm() };
     let norms = (1..=place.layers()).map(norm).collect();

@@ -24,6 +24,7 @@ impl Growth {
     /// and stays on its device: the host never reads it.
     pub fn alpha(&self, t: &Tensor, layer: i64, kind: Kind) -> Result<Tensor> {
         let steps = if self.by_layer { self.steps * (layer + 1) } else { self.steps };
+        // With T = 0, α is 1 from the start.
         if steps == 0 {
             return Ok(t.f_ones_like()?.f_to_kind(kind)?);
         }

@@ -70,6 +70,7 @@ pub static MHC: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Errors if an option is set that only another form of mixing uses.
 fn check(options: &Options) -> Result<()> {
     let mixing = options.get(&MIXING);
     let unused = |option: &dyn AnyOption, of: MhcMixing| {
@@ -123,17 +124,20 @@ fn connection(place: &LayerContext, is_end: bool, name: impl Fn(&str) -> String)
         (_, true) if options.get(&END) == MhcEnd::Mean => Gates::Sum(1.0 / n as f64),
         (MhcMixing::Sinkhorn, is_end) => {
             let own = place.number() % n; // the stream that this sublayer mainly reads and writes
-            let gates = (0..n).chain(0..n).map(|i| if i == own { 1.0 } else { ASIDE });
-            let r = (0..n * n).map(|i| if i / n == i % n { 0.0 } else { APART });
-            let bias = if is_end { vec![0.0; n as usize] } else { gates.chain(r).collect() };
-            let scales = if is_end { 1 } else { 3 };
+            let p_and_g = (0..n).chain(0..n).map(|i| if i == own { 1.0 } else { ASIDE });
+            let is_diagonal = |i: i64| i / n == i % n; // i counts R's elements row by row
+            let r = (0..n * n).map(|i| if is_diagonal(i) { 0.0 } else { APART });
+            let bias = if is_end { vec![0.0; n as usize] } else { p_and_g.chain(r).collect() };
+            let scales = if is_end { 1 } else { 3 }; // one for p alone, or for each of p, g and R
             joint(scales, bias, |name, shape| Learned::new(name, shape, 0.0), options.get(&ITERATIONS))
         }
         (MhcMixing::None, is_end) => {
-            let even = -((n - 1).max(1) as f64).ln(); // p = 1/n
+            let even = -((n - 1).max(1) as f64).ln(); // p = σ(even) = 1/n, if there are several streams
             let written = if is_end { 0 } else { n as usize };
             let bias = [vec![even; n as usize], vec![0.0; written]].concat();
-            joint(if is_end { 1 } else { 2 }, bias, |name, shape| Learned::normal(name, shape, STD), 0)
+            let scales = if is_end { 1 } else { 2 }; // one for p alone, or for each of p and g
+            let iterations = 0; // R = I
+            joint(scales, bias, |name, shape| Learned::normal(name, shape, STD), iterations)
         }
         (MhcMixing::Channel, is_end) => {
             let drawn = |stem: &str, shape: [i64; 2]| Learned::normal(name(stem), &shape, STD);

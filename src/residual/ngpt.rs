@@ -22,6 +22,7 @@ pub static NGPT: Scheme = Scheme {
 };
 
 fn around(place: &LayerContext) -> ResidualSpec {
+    // w begins at `base`, so with this temperature |w/τ| begins at `SHARE`.
     let base = base(place);
     let (of, temperature) = (Learned::new(place.numbered("share"), &[place.model.d_model], base), base / SHARE);
     ResidualSpec {

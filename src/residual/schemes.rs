@@ -158,6 +158,7 @@ impl Share {
             Some((part, whole)) => Share::Fraction(part.parse().ok()?, whole.parse().ok()?),
             None => Share::Layers(text.parse().ok()?),
         };
+        // Both bounds of 2³¹ keep the product in `of` within an i64.
         let is_sound = match share {
             Share::Layers(count) => (1..1 << 31).contains(&count),
             Share::Fraction(part, whole) => 0 < part && part < whole && whole < 1 << 31,
@@ -195,13 +196,14 @@ impl Schemes {
         }
         let mut schemes = Schemes::of(SchemeRef::Table(find(last)?));
         for part in first.split(',').filter(|_| !first.is_empty()) {
-            let (name, share) = part.split_once('*').unwrap_or((part, ""));
+            let (name, share) = part.split_once('*').unwrap_or((part, "")); // an empty share is refused
             let scheme = find(name)?;
             let share = Share::parse(share).ok_or_else(|| {
                 wrong(format!("{name} needs a number of layers (*3) or a part of them (*1/4), got {part:?}"))
             })?;
             schemes.first.push((SchemeRef::Table(scheme), share));
         }
+        // A stack has only one schedule of α_t, so all schemes that have one must agree.
         let growths: Vec<_> =
             schemes.all().filter_map(|scheme| Some((scheme.name(), grows_by_layer(scheme)?))).collect();
         if let Some((other, _)) = growths.iter().find(|(_, by_layer)| *by_layer != growths[0].1) {
@@ -224,7 +226,7 @@ impl Schemes {
 
     /// Returns the scheme of the layer at this place.
     pub fn at(&self, place: &LayerContext) -> &SchemeRef {
-        let mut below = 0;
+        let mut below = 0; // the number of layers up to the last one of `scheme`
         for (scheme, share) in &self.first {
             below += share.of(place.layers());
             if place.layer < below {
@@ -269,7 +271,8 @@ impl Schemes {
         }
         if let Some(length) = place.model.qk_l2norm {
             let (unit, length) = (Change::Unit(UNIT_EPS), length as f64);
-            let factor = Learned::new(place.path_of("qk_scale"), &[1], (length * length - length).log2());
+            let start = (length * length - length).log2(); // the paper's initial factor for texts of this length
+            let factor = Learned::new(place.path_of("qk_scale"), &[1], start);
             // The learned factor replaces attention's own factor of scores, which is divided out here.
             let own = Change::Times(place.model.scaled.scores(place.d_head()).recip());
             inside.extend([(Point::Query, unit.clone()), (Point::Query, Change::Scale(factor))]);
@@ -333,6 +336,7 @@ impl Schemes {
     pub fn check(&self, residual: &str, model: &ModelShape) -> Result<()> {
         let stacks = [("encoder_layers", model.encoder_layers), ("decoder_layers", model.decoder_layers)];
         for (name, layers) in stacks.into_iter().skip(usize::from(!model.has_encoder)) {
+            // The last scheme needs a layer of its own if there are others.
             let taken: i64 = self.first.iter().map(|(_, share)| share.of(layers)).sum();
             if taken > layers || (taken == layers && !self.first.is_empty()) {
                 return Err(Error::invalid(format!(

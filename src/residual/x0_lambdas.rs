@@ -28,6 +28,7 @@ pub static X0_LAMBDAS: Scheme = Scheme {
 };
 
 fn layer(place: &LayerContext) -> Vec<Change> {
+    // `depth` runs from 0 in the first layer to 1 in the last, and the gains' initial values fall with it.
     let depth = place.layer as f64 / (place.layers() - 1).max(1) as f64;
     let gain = |name: &str, value| Gain::Learned(Learned::new(name, &[1], value));
     let own = gain("stream_scale", 1.15 - 0.10 * depth);
@@ -53,6 +54,7 @@ fn stack(place: &LayerContext) -> StackSpec {
         if after_middle(place) == place.layers() {
             end.push(Change::Keep(MIDDLE.into()));
         }
+        // At the start a fifth of the middle layer's output is subtracted.
         let kept = Gain::Learned(Learned::new("backout_scale", &[1], -0.2));
         end.push(Change::Mix { name: MIDDLE.into(), own: Gain::One, kept });
     }

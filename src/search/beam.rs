@@ -64,6 +64,7 @@ impl<'a> Beam<'a> {
     /// Iterates over the hypotheses with these ranks that need a next token. Skips a hypothesis if its continuations
     /// can no longer be chosen. `next` contains the continuations of better hypotheses.
     pub fn growing(&mut self, ranks: Range<usize>, next: &[Vec<Continuation>]) -> impl Iterator<Item = &mut Partial> {
+        // Nothing is skipped at the first ranks, because no better hypothesis has continuations yet.
         let least = if ranks.start == 0 || self.done { f64::NEG_INFINITY } else { self.least_score(next) };
         let (done, rule, penalty) = (self.done, self.config.rule, self.penalty());
         let growing = self.hypotheses.iter_mut().filter(move |partial| !done && !partial.hypothesis.finished);
@@ -111,22 +112,23 @@ impl<'a> Beam<'a> {
 
     /// Returns the `n_best` best hypotheses, best first.
     pub fn finish(mut self) -> Result<Vec<Hypothesis>> {
-        let mut found: Vec<Hypothesis> = match self.config.rule {
+        let mut ranked: Vec<Hypothesis> = match self.config.rule {
             SearchRule::Google => self.hypotheses.into_iter().map(|partial| partial.hypothesis).collect(),
             SearchRule::Fairseq => {
+                // The search ends with the `beam`-th final hypothesis; later ones of the same step do not count.
                 self.finals.truncate(self.config.beam);
                 self.finals.sort_by(|a, b| b.score.total_cmp(&a.score));
                 self.finals
             }
         };
-        if found.is_empty() {
+        if ranked.is_empty() {
             return Err(Error::invalid(format!(
                 "no token has a probability above 0 after {} generated ones: the logits of all allowed types are -inf",
                 self.length - 1
             )));
         }
-        found.truncate(self.config.n_best);
-        Ok(found)
+        ranked.truncate(self.config.n_best);
+        Ok(ranked)
     }
 
     /// Returns the continuations of all hypotheses, those of better hypotheses first. The stable sorts in
@@ -141,6 +143,7 @@ impl<'a> Beam<'a> {
                 candidates.push(Candidate { parent, token: None, log_probability, score });
                 continue;
             }
+            // A hypothesis without a row has no continuation that could be chosen.
             let continuations = row.map_or(&[][..], |row| &next[row]);
             for continuation in continuations.iter().filter(|c| c.log_probability > f64::NEG_INFINITY) {
                 let log_probability = hypothesis.log_probability + continuation.log_probability;

@@ -150,10 +150,11 @@ fn at_least(log_p: &Tensor, rows: &[usize], least: &[f64]) -> Result<Vec<(usize,
     let values = host::<f64>("log p", &log_p.f_masked_select(&chosen)?)?;
     // Each place is a pair (row, token), in the order of masked_select.
     let places = host::<i64>("places", &chosen.f_nonzero()?)?;
-    let found = places.chunks_exact(2).zip(values);
-    Ok(found
-        .map(|(at, log_probability)| (rows[at[0] as usize], Continuation { token: at[1], log_probability }))
-        .collect())
+    let entries = places.chunks_exact(2).zip(values).map(|(place, log_probability)| {
+        let (row, token) = (rows[place[0] as usize], place[1]);
+        (row, Continuation { token, log_probability })
+    });
+    Ok(entries.collect())
 }
 
 #[cfg(test)]

@@ -43,7 +43,8 @@ impl GenerationConfig {
         (self.context / 2).max(1)
     }
 
-    /// Returns the start of the window for a text of `length` tokens, the EOS before the text included.
+    /// Returns the start of the window for a text of `length` tokens, the EOS before the text included. It is
+    /// the first multiple of the stride after which at most `context` tokens remain.
     fn window(&self, length: usize) -> usize {
         length.saturating_sub(self.context).div_ceil(self.stride()) * self.stride()
     }
@@ -100,6 +101,7 @@ impl PartialText {
     fn advance(&mut self, logits: &[f64], config: &GenerationConfig) -> i64 {
         let token = config.sampling.choose(logits, self.random.uniform());
         let id = token as i64;
+        // log p = logit − log Σ exp(logit). The largest logit is subtracted first, so that exp does not overflow.
         let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let total: f64 = logits.iter().map(|logit| (logit - largest).exp()).sum();
         self.generation.log_probability += logits[token] - largest - total.ln();
@@ -254,8 +256,8 @@ impl<'a> Reader<'a> {
         if self.slots.is_empty() {
             return Ok(Vec::new());
         }
-        let at = |&number: &usize| texts[number].tokens[texts[number].window + texts[number].position];
-        let tokens: Vec<i64> = self.slots.iter().map(at).collect();
+        let first_unread = |&number: &usize| texts[number].tokens[texts[number].window + texts[number].position];
+        let tokens: Vec<i64> = self.slots.iter().map(first_unread).collect();
         let positions: Vec<i64> = self.slots.iter().map(|&number| texts[number].position as i64).collect();
         let logits = self.model.step(&tokens, &positions, &[], None, &mut self.cache, &self.ctx)?;
         self.slots.iter().for_each(|&number| texts[number].position += 1);

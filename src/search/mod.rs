@@ -189,7 +189,8 @@ impl Search {
 
     /// True if the hypothesis ended because of the length limit, and not because the model predicted its end.
     pub fn is_cut(&self, hypothesis: &Hypothesis) -> bool {
-        // Under fairseq's rule, the limit is the same for all sources, and the last token at the limit is always EOS.
+        // Under fairseq's rule, the limit is the same for all sources, and the last token at the limit is always EOS,
+        // which counts as one token here.
         let is_forced = self.config.rule == SearchRule::Fairseq && hypothesis.tokens.len() + 1 >= self.config.limit(0);
         !hypothesis.finished || is_forced
     }
@@ -222,12 +223,13 @@ impl Search {
             let mut beams: Vec<Beam> = source_lengths.enumerate().map(|(i, len)| Beam::new(config, len, i)).collect();
             let mut cache = StackCache::default();
             cache.set_reads(Reads::nothing(beams.len()));
+            // `length` is the number of tokens that each live hypothesis has.
             for length in 0.. {
                 check_interrupt()?;
                 let start = model.config.decoder_start.id();
                 // Better hypotheses are continued first, so that worse ones may be skipped.
                 let (reads_before, mut reads_after) = (cache.reads().clone(), Reads::default());
-                let mut next = Vec::new();
+                let mut next = Vec::new(); // the continuations of each slot, in the order of the passes
                 for ranks in passes(config.beam, reads_before.queries()) {
                     let live = Live::take_slots(&mut beams, ranks, &next, start);
                     if live.tokens.is_empty() {
@@ -247,6 +249,7 @@ impl Search {
                     let best = self.output.best(&features, candidates, Eos::at(length, config), self.kind)?;
                     live.refuse_nan(&best, length)?;
                     next.extend(best);
+                    // The cache now holds the reads of this pass's slots.
                     reads_after = reads_after.joined(cache.reads());
                 }
                 if next.is_empty() {

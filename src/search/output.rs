@@ -57,6 +57,7 @@ impl OutputLayer {
         let best_columns = match &self.projection {
             PreparedWeight::F32(w) => best_of_product(features, w, self.softcap.map(|c| c.0), count, choice)?,
             PreparedWeight::F64(w) => best_of_product(features, w, self.softcap.map(|c| c.0), count, choice)?,
+            // Another device or 16-bit products: `log_probabilities` forbids tokens instead of `choice`.
             cast => {
                 let mut logits = cast.linear(features, kind)?;
                 self.softcap.map_or(Ok(()), |cap| cap.write(&mut logits))?;

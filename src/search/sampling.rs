@@ -71,7 +71,8 @@ impl Sampling {
     /// Keeps the fewest most probable tokens that have at least the share `top_p` of the total weight.
     fn keep_nucleus(&self, chances: &mut Vec<Chance>) {
         let wanted = self.top_p * chances.iter().map(|chance| chance.weight).sum::<f64>();
-        // Usually few tokens suffice, so tokens are sorted in blocks, and only as many blocks as are needed.
+        // Usually few tokens suffice, so tokens are sorted in blocks, and only as many blocks as are needed. The first
+        // block has 64 tokens; each later one makes eight times as many sorted.
         let (mut sum, mut kept, mut sorted) = (0.0, 0, 0);
         while kept < chances.len() && sum < wanted {
             if kept == sorted {
@@ -82,7 +83,7 @@ impl Sampling {
             sum += chances[kept].weight;
             kept += 1;
         }
-        chances.truncate(kept.max(1));
+        chances.truncate(kept.max(1)); // a tiny `top_p` still leaves the most probable token
     }
 }
 
