@@ -60,6 +60,7 @@ pub fn level() -> Level {
     Level::from_u8(CHOSEN.load(Ordering::Relaxed)).unwrap_or_else(choose)
 }
 
+/// Chooses the level at the first call: the one that NORMFORMER_RS_CPU names, or the best if it names none.
 #[cold]
 fn choose() -> Level {
     let wanted = std::env::var("NORMFORMER_RS_CPU").ok();

@@ -50,6 +50,7 @@ device_struct! {
 
 impl OnDevice {
     pub fn of(draw: &Draw) -> Self {
+        // Only the threshold and the scale are needed here: the kernel reads the stream's numbers on the device.
         let d = philox::Dropout::new(draw.p, Stream::default());
         let (threshold, scale) = d.map_or((0, 1.0), |d| (d.threshold, d.scale));
         OnDevice { seed: draw.device_seed, site: draw.site as u32, threshold: threshold.into(), scale: scale as f32 }

@@ -69,6 +69,7 @@ impl LossViews {
         let ignore = self.ignore_index;
         parallel::over_rows(n, cols, |r, all| {
             let targets = Targets { ids: &ids[r.clone()], ignore };
+            // `row` counts from the beginning of this range; of all ranges' rows the first is reported.
             if let Err(row) = rows(r.clone(), all, targets, mask) {
                 let mut first = bad.lock().unwrap_or_else(|e| e.into_inner());
                 *first = Some(first.map_or(r.start + row, |f| f.min(r.start + row)));
