@@ -242,6 +242,7 @@ pub fn torch_stream(device: Device) -> Result<*mut c_void> {
             let library = Library::open(Some("libtorch_cuda.so"), RTLD_NOW | libc::RTLD_NOLOAD)
                 .map_err(|e| format!("torch has not loaded libtorch_cuda.so: {e}"))?;
             let function = symbol::<GetStream>(&library, NAME).map_err(|e| e.to_string())?;
+            // The library stays open, so that the function stays valid.
             std::mem::forget(library);
             Ok(function)
         }

@@ -52,7 +52,7 @@ KERNEL(THREADS, adam, Adam) {
       Values p = load<f32>(a.parameters, at), m = load<K_FIRST>(a.first, at), v = load<K_SECOND>(a.second, at);
 #pragma unroll
       for (int j = 0; j < VEC; j++) {
-        const f32 d = g.v[j] * scale;
+        const f32 d = g.v[j] * scale;  // the formula's g
         m.v[j] = fmaf(a.beta1, m.v[j], a.rest1 * d);
         v.v[j] = fmaf(a.beta2, v.v[j], a.rest2 * (d * d));
         p.v[j] = fmaf(keep, p.v[j], -(step * m.v[j] / (sqrtf(v.v[j]) + a.eps)));

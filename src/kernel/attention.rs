@@ -98,7 +98,7 @@ multiversion! {
                     transpose(&result, block.count, d, width, &mut q_t, lanes);
                     load(&k, s.k_start, s.k_len, column, d, E::Acc::ONE, &mut keys, width);
                     load(&v, s.k_start, s.k_len, column, d, E::Acc::ONE, &mut values, width);
-                    // Sᵀ = K·(scale·Q)ᵀ
+                    // Sᵀ = K·(scale·Q)ᵀ; a product's rows, here the keys, are rounded up to whole tiles.
                     let tiles = s.k_len.next_multiple_of(TILE);
                     product([tiles, lanes, d], &keys, [width, 1], &q_t, lanes, &mut scores, lanes, REPLACE);
                     hide(a, s, block, &mut scores, lanes);
@@ -160,6 +160,7 @@ multiversion! {
         let [mut p, mut ds] = [(); 2].map(|_| Aligned::new(sizes.scores));
         let mut mask = DropoutFactors::new(a, &sizes);
         for s in sequences {
+            // A product's rows, here the keys, are rounded up to whole tiles.
             let tiles = s.k_len.next_multiple_of(TILE);
             let per_head = tiles * width;
             dkeys[..a.heads * per_head].fill(E::Acc::ZERO);

@@ -89,7 +89,7 @@ multiversion! {
                 Choice::Only(column) if (start..start + cols).contains(&column) => {
                     found.push(Likely { column, log_p: z[column - start].load().to_f64() });
                 }
-                Choice::Only(_) => {}
+                Choice::Only(_) => {} // the column lies in another part
             }
         }
     }

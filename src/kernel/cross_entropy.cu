@@ -97,6 +97,7 @@ KERNEL(THREADS, cross_entropy, CrossEntropy) {
   }
   if (K_GRADIENT == NO) return;
   const f32 scale = K_GRADIENT == FROM_LSE ? a.dloss[row] : (f32)*a.scale;
+  // With e = exp(z - shift): dz = all*e - uniform, or all*e - of_target at the target.
   const f32 all = (f32)(a.nll_weight + a.uniform_weight * size[0]) * scale / total;
   const f32 uniform = (f32)a.uniform_weight * scale;
   // The target's gradient is rounded only once, from double: it is the row's largest, and A + B has no exact f32.

@@ -60,6 +60,7 @@ impl OnDevice {
 /// Returns dropout's factors for a matrix of `rows` × `cols`, float64 on the CPU.
 pub fn mask(draw: &Draw, rows: usize, cols: usize) -> Result<Tensor> {
     let mut scale = memory::filled(1.0, rows.saturating_mul(cols));
+    // Without elements there is nothing to draw, and rows of 0 columns cannot be iterated.
     if let (Some(dropout), true) = (draw.dropout(), rows * cols > 0) {
         let mut random = philox::scratch(rows, cols);
         philox::fill(&dropout.stream, 0, rows, cols, &mut random);

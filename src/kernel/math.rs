@@ -132,6 +132,7 @@ pub fn erf<A: Accumulator, S: Isa>(z: A) -> (A, A) {
 #[inline(always)]
 fn erf_f32<S: Isa>(z: f32) -> (f32, f32) {
     let (size, square) = (z.abs(), z * z);
+    // P(z²) and then Q(|z|) by Horner's scheme.
     let p = mul_add::<f32, S>(square, -6.203_255e-4, 5.032_181e-3);
     let p = mul_add::<f32, S>(p, square, -2.679_146_3e-2);
     let p = mul_add::<f32, S>(p, square, 0.112_824_55);

@@ -88,6 +88,7 @@ static DEV f32 moment(Team& team, const Line<K_X>& line, int chunks, f32 inverse
     const Values x = line.at(i, chunk);
 #pragma unroll
     for (int j = 0; j < VEC; j++) {
+      // The shift is 0 if POWER is 1.
       const f32 d = UNITS ? fmaf(x.v[j], inverse, -shift) : POWER == 1 ? x.v[j] : x.v[j] - shift;
       sum[0] = POWER == 1 ? sum[0] + d : with_power(sum[0], d);
     }
@@ -229,7 +230,7 @@ KERNEL(THREADS, rows_backward, Backward) {
   const bool normed = NORMED && a.dy;
   for (i64 first = (i64)blockIdx.x * ROWS; first < a.rows; first += (i64)gridDim.x * ROWS) {
     const i64 row = first + team.row;
-    const int chunks = row < a.rows ? a.chunks : 0;
+    const int chunks = row < a.rows ? a.chunks : 0;  // see rows_forward
     Line<K_X> x_plus(a.x_plus, row, a.chunks);
     Line<K_Y> dy(a.dy, row, a.chunks);
     Line<K_X> dx_plus(a.dx_plus, row, a.chunks);
@@ -242,6 +243,7 @@ KERNEL(THREADS, rows_backward, Backward) {
     f32 sums[2] = {0.f, 0.f};  // of g*xhat, and of g
     // The row's largest |x|, and the number of x that reach it; 1 for other lengths.
     f32 largest[1] = {0.f}, ties[1] = {OF_LARGEST ? 0.f : 1.f};
+    // First half: the sums over the row on which dx depends.
     if constexpr (Norm::CURVED) {
       found = learned(a.numbers);
     } else if (normed) {
@@ -280,6 +282,7 @@ KERNEL(THREADS, rows_backward, Backward) {
     }
     const f32 pull = Norm::pull(found.scale, cols, a.eps, sums[0]) / ties[0];  // shared by numbers that tie
     const f32 share = Norm::STATS == 2 ? found.scale / cols * sums[1] : 0.f;  // the mean of scale*g
+    // Second half: G, and from it dx, df and this row's terms of the sums over rows.
     each_chunk(team.lane, chunks, [&](int i, int chunk) {
       const i64 at = row * a.chunks + chunk;
       Values total;  // G = dx_plus + N'(dy)

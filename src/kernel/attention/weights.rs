@@ -157,6 +157,7 @@ impl<A: Accumulator> DropoutFactors<A> {
     /// Prepares one head's factors, with a key per row; does nothing without dropout.
     #[inline(always)]
     pub(super) fn prepare(&mut self, a: &ScaledDotProduct, head: usize, keys: usize, queries: usize, lanes: usize) {
+        // Without keys there are no factors either, and rows of width 0 cannot be iterated.
         let Some(dropout) = a.dropout.as_ref().filter(|_| keys > 0) else { return };
         let (per_row, width) = (philox::padded(keys), keys.next_multiple_of(LANES));
         let kept = A::from_f64(dropout.scale);

@@ -171,6 +171,7 @@ device_struct! {
 
 fn launch(device: Device, c: &LossViews, losses: &Losses, gradient: LogitGradient) -> Result<()> {
     const LANES: u32 = 256;
+    // `mode` is the number of K_GRADIENT. The gradient in place is written where the logits are.
     let (mode, dloss, dlogits, scale) = match gradient {
         LogitGradient::No => (0, View::ABSENT, View::ABSENT, View::ABSENT),
         LogitGradient::FromLse(dloss, dlogits) => (1, *dloss, *dlogits, View::ABSENT),

@@ -165,6 +165,7 @@ pub fn normalise<S: Isa, E: Element, Y: Element<Acc = E::Acc>, const C: bool>(
     let (mut weight, mut bias) = (weight.as_chunks::<PAIR_LANES>().0, bias.as_chunks::<PAIR_LANES>().0);
     for part in 0..PARTS {
         let n = x.len(part);
+        // w and c are the blocks of weight and bias in this part.
         let (x, y, w, c) = (x.part::<S>(part, n), y.part::<S>(part, n), &weight[..n], &bias[..n]);
         (weight, bias) = (&weight[n..], &bias[n..]);
         for b in 0..n {
