@@ -66,7 +66,7 @@ pub fn grain(cols: usize) -> usize {
     (16 * 1024 / cols.max(1)).max(1)
 }
 
-/// Calls `work` as [`for_each`] does, with a range of rows and the index range of their numbers, `cols` per row.
+/// Calls `work` as [`for_each`] does, with a range of rows and the index range of all their numbers, `cols` per row.
 pub fn over_rows(rows: usize, cols: usize, work: impl Fn(Range<usize>, Range<usize>) + Sync) {
     for_each(rows, grain(cols), |r| work(r.clone(), numbers(&r, cols)));
 }

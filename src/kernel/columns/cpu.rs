@@ -41,8 +41,8 @@ fn or_ones<A: Accumulator>(weight: &[A], cols: usize) -> Vec<A> {
 /// Returns Σd and Σd² with d = x − guess, over all real rows; threads share the work.
 fn sums<E: Element>(cols: usize, x: &[E], pad: &[u8], guess: &[E::Acc]) -> (Vec<f64>, Vec<f64>) {
     let (mut sum, mut squares) = (memory::filled(0.0, guess.len()), memory::filled(0.0, cols));
-    parallel::sum_over_rows(x.len() / cols.max(1), cols, [&mut sum, &mut squares], |r, all, [sum, squares]| {
-        passes::sums::<E>(cols, &x[all], part(pad, &r), guess, sum, squares);
+    parallel::sum_over_rows(x.len() / cols.max(1), cols, [&mut sum, &mut squares], |rows, all, [sum, squares]| {
+        passes::sums::<E>(cols, &x[all], part(pad, &rows), guess, sum, squares);
     });
     (sum, squares)
 }
@@ -158,10 +158,10 @@ pub fn forward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews) -> Result<(
     // PowerNorm's release mode normalises padding too.
     let pad = if v.options.release { &[] } else { pad };
     let shared = Shared::new(y);
-    parallel::over_rows(x.len() / cols.max(1), cols, |r, all| {
+    parallel::over_rows(x.len() / cols.max(1), cols, |rows, all| {
         // SAFETY: the ranges are disjoint and inside y.
         let y = unsafe { shared.slice(all.clone()) };
-        passes::normalise::<E>(cols, &x[all], part(pad, &r), shift, scale, &weight, bias, y);
+        passes::normalise::<E>(cols, &x[all], part(pad, &rows), shift, scale, &weight, bias, y);
     });
     Ok(())
 }
@@ -181,8 +181,8 @@ pub fn backward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews, d: &Column
     let stats = Stats::read::<E::Acc>(stats_rows, cols);
     let (shift, scale) = (as_acc::<E::Acc>(&stats.shift), as_acc::<E::Acc>(&stats.scale));
     let [mut sum, mut sum_x] = [(); 2].map(|()| memory::filled(0.0, cols));
-    parallel::sum_over_rows(x.len() / cols.max(1), cols, [&mut sum, &mut sum_x], |r, all, [sum, sum_x]| {
-        passes::gradient_sums::<E>(cols, &dy[all.clone()], &x[all], part(pad, &r), &shift, &scale, sum, sum_x);
+    parallel::sum_over_rows(x.len() / cols.max(1), cols, [&mut sum, &mut sum_x], |rows, all, [sum, sum_x]| {
+        passes::gradient_sums::<E>(cols, &dy[all.clone()], &x[all], part(pad, &rows), &shift, &scale, sum, sum_x);
     });
     for (out, sums) in [(dweight, &sum_x), (dbias, &sum)] {
         out.iter_mut().zip(sums).for_each(|(d, s)| *d = E::Acc::from_f64(*s));
