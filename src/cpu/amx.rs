@@ -22,6 +22,7 @@ pub fn is_broken() -> bool {
     // SAFETY: every x86-64 processor has CPUID, and only leaves up to the last one are read.
     #[allow(unused_unsafe)] // safe functions in later versions of Rust
     unsafe {
+        // Leaf 7 announces tiles in bit 24 of edx. Leaf 1Dh holds their size, which is 0 if the leaf is hidden.
         let last = __cpuid(0).eax;
         let has_tiles = last >= 7 && __cpuid_count(7, 0).edx & 1 << 24 != 0;
         has_tiles && (last < 0x1d || __cpuid_count(0x1d, 1).eax == 0)
@@ -34,6 +35,7 @@ pub fn is_intel() -> bool {
     // SAFETY: every x86-64 processor has leaf 0 of CPUID.
     #[allow(unused_unsafe)] // safe functions in later versions of Rust
     let leaf = unsafe { __cpuid(0) };
+    // These registers spell the vendor's name, in this order.
     [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes).concat() == *b"GenuineIntel"
 }
 

@@ -45,10 +45,12 @@ fn observe(threads: usize, ended: Receiver<()>) {
     let (mut judge, mut team, mut waits_before) = (Judge::default(), None, waits());
     loop {
         let start = Instant::now();
+        // Anything but a timeout means that `ended` is closed.
         if ended.recv_timeout(WINDOW) != Err(RecvTimeoutError::Timeout) {
             return;
         }
         let waits_now = waits();
+        // A thread that is new in this window has no earlier count, so all its waits belong to the window.
         let waited: u64 = waits_now.iter().map(|(id, ns)| ns.saturating_sub(*waits_before.get(id).unwrap_or(&0))).sum();
         waits_before = waits_now;
         if judge.is_crowded(waited as f64 / start.elapsed().as_nanos() as f64) {
@@ -64,6 +66,7 @@ fn observe(threads: usize, ended: Receiver<()>) {
 fn waits() -> HashMap<String, u64> {
     let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let read = |task: fs::DirEntry| {
+        // The file has the thread's time on a core, its time of waiting for one, and its number of time slices.
         let text = fs::read_to_string(task.path().join("schedstat")).ok()?;
         Some((task.file_name().into_string().ok()?, text.split_whitespace().nth(1)?.parse().ok()?))
     };
@@ -90,6 +93,8 @@ impl Judge {
 /// of cores. They end when the returned value is dropped.
 fn idle_team(threads: usize) -> Background {
     extern "C" fn nothing(_: *mut c_void) {}
+    // The thread that starts the team adds nothing to libgomp's count, so the count becomes threads + size − 1: one
+    // more than the cores. A team of one would start no thread.
     let size = (cores() + 2).saturating_sub(threads).max(2);
     Background::start(move |ended| {
         // SAFETY: `nothing` reads no data. libgomp ends the team's threads when this thread ends.

@@ -126,8 +126,8 @@ impl Element for bf16 {
     #[inline(always)]
     fn store(value: f32) -> Self {
         let bits = value.to_bits();
-        // Round to nearest even. A NaN keeps its sign and becomes quiet, because rounding could turn it into
-        // infinity.
+        // Round to nearest even: add just less than half a unit of the upper 16 bits, and 1 more if these are odd. A
+        // NaN keeps its sign and becomes quiet, because rounding could turn it into infinity.
         let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
         let nan = (bits >> 16) | 0x0040;
         let is_nan = (bits & 0x7fff_ffff) > 0x7f80_0000;
@@ -143,6 +143,7 @@ impl Element for f16 {
         let magnitude = (bits & 0x7fff) << 13;
         // Multiplying by 2^112 changes f16's exponent bias (15) to f32's (127), and is also right for subnormals.
         let finite = (f32::from_bits(magnitude) * f32::from_bits(0x7780_0000)).to_bits();
+        // In both types an exponent of ones means infinity or NaN.
         let special = magnitude | 0x7f80_0000;
         let value = if (bits & 0x7c00) == 0x7c00 { special } else { finite };
         f32::from_bits(value | ((bits & 0x8000) << 16))
@@ -156,6 +157,7 @@ impl Element for f16 {
         let normal = magnitude.wrapping_add(0xc800_0fff).wrapping_add((magnitude >> 13) & 1) >> 13;
         // Below 2^-14: adding 0.5 lets the f32 adder round at f16's subnormal spacing of 2^-24.
         let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0x3f00_0000);
+        // From 2^16 on (0x4780_0000) the result is infinity, or a quiet NaN for a NaN; 0x3880_0000 is 2^-14.
         let overflow = if magnitude > 0x7f80_0000 { 0x7e00 } else { 0x7c00 };
         let small = if magnitude < 0x3880_0000 { subnormal } else { normal };
         f16::from_bits((sign | if magnitude >= 0x4780_0000 { overflow } else { small }) as u16)

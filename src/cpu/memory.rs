@@ -33,6 +33,7 @@ pub fn reserved<T>(len: usize) -> Vec<T> {
 /// Errors if the system cannot provide this many bytes. Callers check this before work that allocates them in many
 /// small pieces. `what` returns the beginning of the error message, which names the quantity to reduce.
 pub fn room(bytes: u128, what: impl FnOnce() -> String) -> Result<()> {
+    // The trial vector is freed at once.
     let fits = usize::try_from(bytes).is_ok_and(|bytes| Vec::<u8>::new().try_reserve_exact(bytes).is_ok());
     match fits {
         true => Ok(()),
@@ -58,9 +59,11 @@ impl<A: Accumulator> Aligned<A> {
 
     /// Returns a buffer of `len` numbers: `values`, then copies of `value`.
     pub fn filled_up(values: &[A], len: usize, value: A) -> Self {
-        let most = LINE / size_of::<A>();
-        let mut all: Vec<A> = reserved(len.saturating_add(most));
-        let start = all.as_ptr().align_offset(LINE).min(most);
+        // At most one line lies before the start. The vector has room for it from the beginning, because a vector that
+        // grew would move and lose its alignment. `align_offset` may be unable to tell, and then returns usize::MAX.
+        let most_before = LINE / size_of::<A>();
+        let mut all: Vec<A> = reserved(len.saturating_add(most_before));
+        let start = all.as_ptr().align_offset(LINE).min(most_before);
         all.resize(start, value);
         all.extend_from_slice(values);
         all.resize(start + len, value);

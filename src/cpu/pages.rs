@@ -24,6 +24,8 @@ pub fn keep_memory() {
                 libc::mallopt(libc::M_MMAP_THRESHOLD, 128 << 10);
             }
             _ => {
+                // No block is mapped separately, because such a block would be returned when freed. The heap never
+                // shrinks, and it grows by 64 MiB more than is needed.
                 libc::mallopt(libc::M_MMAP_MAX, 0);
                 libc::mallopt(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);
                 libc::mallopt(libc::M_TOP_PAD, 64 << 20);
@@ -70,6 +72,7 @@ pub fn are_fresh<T>(result: *const [T]) -> bool {
         // SAFETY: the call writes one byte, `is_there`. It does not access the page, and fails for one that the process
         // has not mapped.
         let status = unsafe { libc::mincore((middle / page * page) as *mut libc::c_void, 1, &raw mut is_there) };
+        // The lowest bit is 1 if the page is in memory.
         status == 0 && is_there & 1 == 0
     }
     #[cfg(not(target_os = "linux"))]

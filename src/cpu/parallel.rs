@@ -61,12 +61,12 @@ impl<T> Shared<T> {
     }
 }
 
-/// Returns the least number of rows that are worth a thread of their own.
+/// Returns the least number of rows that are worth a thread of their own: those with 16,384 numbers.
 pub fn grain(cols: usize) -> usize {
     (16 * 1024 / cols.max(1)).max(1)
 }
 
-/// Calls `work` as [`for_each`] does, with a range of rows and the index range of their numbers, `cols` per row.
+/// Calls `work` as [`for_each`] does, with a range of rows and the index range of all their numbers, `cols` per row.
 pub fn over_rows(rows: usize, cols: usize, work: impl Fn(Range<usize>, Range<usize>) + Sync) {
     for_each(rows, grain(cols), |r| work(r.clone(), numbers(&r, cols)));
 }
@@ -85,14 +85,16 @@ where
     F: Fn(Range<usize>, Range<usize>, [&mut [A]; N]) + Sync,
 {
     let lengths = sums.each_ref().map(|s| s.len());
-    let total: usize = lengths.iter().sum();
+    // Each part of the rows has a copy of all sums, one after the other.
+    let per_part: usize = lengths.iter().sum();
     let parts = threads().min(rows.div_ceil(grain(cols))).max(1);
-    let mut partial = memory::filled(A::default(), parts * total);
+    let mut partial = memory::filled(A::default(), parts * per_part);
     let shared = Shared::new(&mut partial);
     for_each(parts, 1, |range| {
         for part in range {
-            // SAFETY: each part has its own `total` numbers, and is in exactly one range.
-            let mut rest = unsafe { shared.slice(part * total..(part + 1) * total) };
+            // SAFETY: each part has its own `per_part` numbers, and is in exactly one range.
+            let mut rest = unsafe { shared.slice(part * per_part..(part + 1) * per_part) };
+            // Splits the part's numbers into its sums: each step takes the next one from the front of `rest`.
             let own = lengths.map(|length| {
                 let (head, tail) = std::mem::take(&mut rest).split_at_mut(length);
                 rest = tail;
@@ -102,10 +104,10 @@ where
             work(part_rows.clone(), numbers(&part_rows, cols), own);
         }
     });
-    let mut start = 0;
+    let mut start = 0; // the position of this sum in each part
     for sum in sums {
         sum.fill(A::default());
-        for part in partial.chunks_exact(total.max(1)) {
+        for part in partial.chunks_exact(per_part.max(1)) {
             for (s, p) in sum.iter_mut().zip(&part[start..]) {
                 *s += *p;
             }

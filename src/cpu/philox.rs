@@ -47,7 +47,8 @@ impl Dropout {
 /// multiplies 32 by 32 bits without moving data between rounds, twice as fast as in the form of sixteen u32.
 type Words = [u64; LANES];
 
-/// Computes one round for sixteen counters.
+/// Computes one round for sixteen counters: words 0 and 2 are multiplied by the algorithm's constants, and the halves
+/// of the products are mixed with the other words and the key.
 #[inline(always)]
 fn round(c: &mut [Words; 4], key: [u32; 2]) {
     const M0: u64 = 0xD251_1F53;
@@ -68,6 +69,7 @@ fn philox(mut c: [Words; 4], seed: u64) -> [Words; 4] {
     let mut key = [seed as u32, (seed >> 32) as u32];
     for _ in 0..10 {
         round(&mut c, key);
+        // The algorithm changes the key between rounds by these constants.
         key[0] = key[0].wrapping_add(0x9E37_79B9);
         key[1] = key[1].wrapping_add(0xBB67_AE85);
     }
@@ -85,7 +87,9 @@ pub fn padded(cols: usize) -> usize {
 #[inline(always)]
 pub fn fill(stream: &Stream, first_row: usize, rows: usize, cols: usize, out: &mut [u16]) {
     let per_row = padded(cols) / BLOCK;
+    // The two words of the counter that all elements of the stream share.
     let high = [stream.site as u32 | (stream.micro_batch as u32) << 16, stream.update];
+    // The row of the next block, and the block's index in that row.
     let (mut row, mut block) = (first_row as u32, 0u32);
     let mut blocks_left = rows * per_row;
     for group in out.chunks_exact_mut(LANES * BLOCK) {
@@ -93,6 +97,7 @@ pub fn fill(stream: &Stream, first_row: usize, rows: usize, cols: usize, out: &m
             break;
         }
         let mut counters = [[0; LANES], [0; LANES], [high[0] as u64; LANES], [high[1] as u64; LANES]];
+        // The group before may have ended with its row.
         if block as usize == per_row {
             (row, block) = (row + 1, 0);
         }
@@ -113,6 +118,7 @@ pub fn fill(stream: &Stream, first_row: usize, rows: usize, cols: usize, out: &m
             }
         }
         let words = philox(counters, stream.seed);
+        // The four words of a block in two numbers, low word first.
         let mut pairs = [0u64; LANES * BLOCK / 4];
         for l in 0..LANES {
             pairs[2 * l] = words[0][l] & 0xffff_ffff | words[1][l] << 32;

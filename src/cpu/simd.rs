@@ -60,6 +60,7 @@ pub fn level() -> Level {
     Level::from_u8(CHOSEN.load(Ordering::Relaxed)).unwrap_or_else(choose)
 }
 
+/// Chooses the level at the first call: the one that NORMFORMER_RS_CPU names, or the best if it names none.
 #[cold]
 fn choose() -> Level {
     let wanted = std::env::var("NORMFORMER_RS_CPU").ok();
@@ -97,7 +98,7 @@ pub fn has_bf16_products() -> bool {
 /// compiled for the same instruction set. Generic parameters are written `[E: Element, F: Element]`; `[isa S]` before
 /// them passes the instruction set as a type, an [`Isa`](crate::cpu::pack::Isa).
 ///
-/// On AVX-512, f64 runs AVX2's code, which saves compile time; the results are the same.
+/// On AVX-512, f64 (a type of 8 bytes) runs AVX2's code, which saves compile time; the results are the same.
 #[macro_export]
 macro_rules! multiversion {
     ($(#[$doc:meta])* $vis:vis fn $name:ident [isa $isa:ident] [$($g:ident : $bound:path),+] ($($arg:ident : $ty:ty),* $(,)?) $body:block) => {

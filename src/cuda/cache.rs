@@ -84,7 +84,7 @@ fn make(folder: &Path) -> Result<()> {
     atomic::check_own_directory(folder)
 }
 
-/// Computes the 128-bit FNV-1a hash.
+/// Computes the 128-bit FNV-1a hash; the numbers are its offset basis and its prime.
 fn fingerprint(bytes: &[u8]) -> u128 {
     bytes.iter().fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d, |hash, byte| {
         (hash ^ u128::from(*byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b)
@@ -99,7 +99,9 @@ fn header(key: &str, binary: &[u8]) -> Vec<u8> {
 
 /// Returns a cached binary, or `None` if the file is not trusted or does not match its header.
 fn read(path: &Path, key: &str) -> Option<Vec<u8>> {
+    // There is no file if it is not trusted, or does not exist.
     let file = trusted(atomic::read_own(path, BYTES))??;
+    // A header's length does not depend on the binary.
     let start = header(key, &[]).len();
     let binary = file.get(start..)?;
     (file[..start] == header(key, binary)).then(|| binary.to_vec())

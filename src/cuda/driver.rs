@@ -119,6 +119,7 @@ impl Driver {
             self.check((self.api.cuDriverGetVersion)(&mut version), "cuDriverGetVersion")?;
             CStr::from_ptr(name.as_ptr()).to_string_lossy().replace(['\t', '\n'], " ")
         };
+        // The driver's version is 1000·major + 10·minor.
         Ok(format!("{name}, driver {}.{}", version / 1000, version % 1000 / 10))
     }
 
@@ -139,6 +140,7 @@ impl Driver {
                 let found = (self.api.cuModuleGetFunction)(&mut function, module, kernel.as_ptr());
                 loaded = self.check(found, "cuModuleGetFunction");
             }
+            // The first exchange stored the thread's own mode in `mode`; this one restores it.
             (self.api.cuThreadExchangeStreamCaptureMode)(&mut mode);
             loaded?;
         }
@@ -184,6 +186,7 @@ impl Driver {
         let status = unsafe {
             let (blocks, threads) = (grid.blocks, grid.threads);
             let (pointers, extra) = (pointers.as_mut_ptr(), std::ptr::null_mut());
+            // The grid and the blocks have one dimension; the 0 is the size of dynamic shared memory.
             (self.api.cuLaunchKernel)(function.0, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, extra)
         };
         self.check(status, "cuLaunchKernel")
@@ -239,6 +242,7 @@ pub fn torch_stream(device: Device) -> Result<*mut c_void> {
             let library = Library::open(Some("libtorch_cuda.so"), RTLD_NOW | libc::RTLD_NOLOAD)
                 .map_err(|e| format!("torch has not loaded libtorch_cuda.so: {e}"))?;
             let function = symbol::<GetStream>(&library, NAME).map_err(|e| e.to_string())?;
+            // The library stays open, so that the function stays valid.
             std::mem::forget(library);
             Ok(function)
         }

@@ -25,8 +25,10 @@ impl Layout {
         let widest = 16 / bytes;
         let vec = if aligned && cols.is_multiple_of(widest) { widest } else { 1 };
         let chunks = cols.div_ceil(vec);
+        // The fewest threads that can hold a row. If even 256 cannot, chunks are read again at each use.
         match [32, 128, 256].into_iter().find(|lanes| chunks <= MOST_HELD * lanes) {
             Some(lanes) => {
+                // Powers of two keep the number of variants to compile small. Four rows of one warp share a block.
                 let held = chunks.div_ceil(lanes).max(1).next_power_of_two();
                 Layout { vec, lanes, rows: if lanes == 32 { 4 } else { 1 }, held, full: chunks == held * lanes }
             }

@@ -59,6 +59,7 @@ fn reason(e: &libloading::Error) -> String {
 /// Returns the path of a library that this process has loaded and whose file name begins with `prefix`.
 pub fn mapped(prefix: &str) -> Option<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    // The path at the end of a line is its only field with a slash.
     maps.lines().filter_map(|line| line.find('/').map(|i| PathBuf::from(&line[i..]))).find(|p| is_library(p, prefix))
 }
 

@@ -146,6 +146,7 @@ pub fn readiness(device: Device) -> Result<Readiness> {
             Err(e) => Readiness::Missing(e.to_string()),
         },
     };
+    // The error is not remembered, so a later call checks again.
     if let (CudaMode::Require, Readiness::Missing(why)) = (cuda_mode, &found) {
         return Err(Error::Torch(format!(
             "NORMFORMER_RS_CUDA=require, but the kernels cannot run on CUDA device {device}: {why}"

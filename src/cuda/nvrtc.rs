@@ -103,6 +103,7 @@ impl Nvrtc {
             ["--std=c++17", &architecture].into_iter().chain(options.split_whitespace()).map(text).collect();
         let pointers: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
         let mut handle = std::ptr::null_mut();
+        // The source includes no headers, so none are passed.
         // SAFETY: the strings outlive the program, which is destroyed below.
         let status = unsafe {
             (self.nvrtcCreateProgram)(
@@ -120,6 +121,7 @@ impl Nvrtc {
             let compiled = (self.nvrtcCompileProgram)(handle, pointers.len() as c_int, pointers.as_ptr());
             let log = self.read(handle, self.nvrtcGetProgramLogSize, self.nvrtcGetProgramLog).unwrap_or_default();
             let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_string();
+            // options[1] is the architecture.
             self.check(compiled, &format!("compiling {name} for {}", options[1].to_string_lossy()), &log)
                 .and_then(|()| Ok((self.read(handle, self.nvrtcGetCUBINSize, self.nvrtcGetCUBIN)?, log)))
         };

@@ -14,6 +14,7 @@ struct Adam {
 
 enum { THREADS = 256, ROW = 1024 };
 
+// Moments of other types are not rounded.
 template <class T>
 struct Roundings {
   DEV Roundings(const Adam&, i64) {}
@@ -34,6 +35,8 @@ struct Roundings<bf16> {
   DEV void apply(Values& v, int moment) const {
     u32 c[4] = {(u32)(moment * ROW + column) / 8, row, a.site, a.update};
     philox(c, a.seed_low, a.seed_high);
+    // Adds the random bits to the half that bf16 drops, which carries into the kept half with the right probability.
+    // One block of eight half words serves all VEC numbers, because `place` is a multiple of VEC.
 #pragma unroll
     for (int j = 0; j < VEC; j++)
       v.v[j] = __uint_as_float(__float_as_uint(v.v[j]) + half_word(c, column % 8 + j) & 0xffff0000u);
@@ -49,7 +52,7 @@ KERNEL(THREADS, adam, Adam) {
       Values p = load<f32>(a.parameters, at), m = load<K_FIRST>(a.first, at), v = load<K_SECOND>(a.second, at);
 #pragma unroll
       for (int j = 0; j < VEC; j++) {
-        const f32 d = g.v[j] * scale;
+        const f32 d = g.v[j] * scale;  // the formula's g
         m.v[j] = fmaf(a.beta1, m.v[j], a.rest1 * d);
         v.v[j] = fmaf(a.beta2, v.v[j], a.rest2 * (d * d));
         p.v[j] = fmaf(keep, p.v[j], -(step * m.v[j] / (sqrtf(v.v[j]) + a.eps)));

@@ -69,6 +69,8 @@ impl Moment<f32> for bf16 {
     const IS_ROUNDED: bool = true;
     #[inline(always)]
     fn rounded(value: f32, bits: u16) -> Self {
+        // Stochastic rounding: the random bits are added to the half that is dropped, and carry into the kept half with
+        // the right probability.
         bf16::from_bits((value.to_bits().wrapping_add(u32::from(bits)) >> 16) as u16)
     }
 }
@@ -114,6 +116,7 @@ multiversion! {
         let [eps, step] = [adam.eps, adam.step_size()].map(A::from_f64);
         let keep = A::from_f64(1.0 - adam.lr * adam.weight_decay);
         let (stream, mut bits, mut at) = (rounding.stream(), [0; 2 * ROW], 0);
+        // Each pass updates the elements whose random bits are in one row of the stream; `at` is the first of them.
         while at < p.len() {
             let (row, column) = ((rounding.first + at) / ROW, (rounding.first + at) % ROW);
             let part = at..p.len().min(at + ROW - column);

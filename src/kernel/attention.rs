@@ -32,7 +32,7 @@ use crate::cpu::{Accumulator, Element};
 use crate::kernel::math::LANES;
 use crate::multiversion;
 use matrix::{load, store, transpose};
-use product::{product, TILE};
+use product::{product, ADD, REPLACE, TILE};
 use weights::{hide, score_gradients, softmax, weights, DropoutFactors};
 
 /// The number of queries processed together. With many keys there are fewer, so that the scores stay within
@@ -78,6 +78,8 @@ multiversion! {
         let scale = E::Acc::from_f64(a.scale);
         assert!(d > 0, "heads of no columns");
         let sizes = Sizes::of(a, sequences);
+        // The workspace of one block of queries in one head: (scale·Q)ᵀ, K, V and Sᵀ. `result` first holds scale·Q, and
+        // later O.
         let mut q_t = Aligned::<E::Acc>::new(width * sizes.queries);
         let mut keys = Aligned::new(sizes.keys.saturating_mul(width));
         let mut values = Aligned::new(sizes.keys.saturating_mul(width));
@@ -96,9 +98,9 @@ multiversion! {
                     transpose(&result, block.count, d, width, &mut q_t, lanes);
                     load(&k, s.k_start, s.k_len, column, d, E::Acc::ONE, &mut keys, width);
                     load(&v, s.k_start, s.k_len, column, d, E::Acc::ONE, &mut values, width);
-                    // Sᵀ = K·(scale·Q)ᵀ
+                    // Sᵀ = K·(scale·Q)ᵀ; a product's rows, here the keys, are rounded up to whole tiles.
                     let tiles = s.k_len.next_multiple_of(TILE);
-                    product([tiles, lanes, d], &keys, [width, 1], &q_t, lanes, &mut scores, lanes, false);
+                    product([tiles, lanes, d], &keys, [width, 1], &q_t, lanes, &mut scores, lanes, REPLACE);
                     hide(a, s, block, &mut scores, lanes);
                     softmax(&mut scores[..s.k_len * lanes], &mut maxima[..lanes], &mut sums[..lanes]);
                     mask.prepare(a, head, s.k_len, block.count, lanes);
@@ -111,9 +113,10 @@ multiversion! {
                         &values,
                         width,
                         &mut result,
-                        width, false);
+                        width, REPLACE);
                     for i in 0..block.count {
                         let row = s.q_start + block.first + i;
+                        // A query that sees no key has the maximum 0 and the sum 0: its lse is −∞, and its output is 0.
                         lse.row(row, head, 1)[0] = maxima[i] + sums[i].ln();
                         let factor = if sums[i] == E::Acc::ZERO { E::Acc::ZERO } else { E::Acc::ONE / sums[i] };
                         for (o, r) in out.row(row, column, d).iter_mut().zip(&result[i * width..]) {
@@ -148,6 +151,8 @@ multiversion! {
         let (one, scale, lowest) = (E::Acc::ONE, E::Acc::from_f64(a.scale), E::Acc::from_f64(f64::NEG_INFINITY));
         assert!(d > 0, "heads of no columns");
         let sizes = Sizes::of(a, sequences);
+        // The workspace of one block of queries in one head; but `dkeys` and `dvalues` are sums over a sequence's
+        // blocks, for all heads.
         let [mut q_t, mut dout_t] = [(); 2].map(|_| Aligned::<E::Acc>::new(width * sizes.queries));
         let [mut queries, mut douts, mut result] = [(); 3].map(|_| Aligned::new(sizes.queries * width));
         let [mut keys, mut values] = [(); 2].map(|_| Aligned::new(sizes.keys.saturating_mul(width)));
@@ -155,6 +160,7 @@ multiversion! {
         let [mut p, mut ds] = [(); 2].map(|_| Aligned::new(sizes.scores));
         let mut mask = DropoutFactors::new(a, &sizes);
         for s in sequences {
+            // A product's rows, here the keys, are rounded up to whole tiles.
             let tiles = s.k_len.next_multiple_of(TILE);
             let per_head = tiles * width;
             dkeys[..a.heads * per_head].fill(E::Acc::ZERO);
@@ -172,8 +178,8 @@ multiversion! {
                     transpose(&queries, block.count, d, width, &mut q_t, lanes);
                     transpose(&douts, block.count, d, width, &mut dout_t, lanes);
                     // p holds Sᵀ and then Pᵀ; ds holds V·dOᵀ, then dPᵀ and dSᵀ.
-                    product([tiles, lanes, d], &keys, [width, 1], &q_t, lanes, &mut p, lanes, false);
-                    product([tiles, lanes, d], &values, [width, 1], &dout_t, lanes, &mut ds, lanes, false);
+                    product([tiles, lanes, d], &keys, [width, 1], &q_t, lanes, &mut p, lanes, REPLACE);
+                    product([tiles, lanes, d], &values, [width, 1], &dout_t, lanes, &mut ds, lanes, REPLACE);
                     hide(a, s, block, &mut p, lanes);
                     // A query that sees no key has an lse of −∞. All its scores are −∞, so with any finite number in
                     // place of lse its weights are 0.
@@ -194,10 +200,10 @@ multiversion! {
                     score_gradients(weights, dweights, lanes, &log_sums[..block.count], shares.as_ref());
                     // dK += dSᵀ·(scale·Q)
                     let dkeys = &mut dkeys[head * per_head..][..per_head];
-                    product([tiles, width, block.count], &ds, [lanes, 1], &queries, width, dkeys, width, true);
+                    product([tiles, width, block.count], &ds, [lanes, 1], &queries, width, dkeys, width, ADD);
                     // dQ = scale·dS·K
                     let rows = block.count.next_multiple_of(TILE);
-                    product([rows, width, s.k_len], &ds, [1, lanes], &keys, width, &mut result, width, false);
+                    product([rows, width, s.k_len], &ds, [1, lanes], &keys, width, &mut result, width, REPLACE);
                     for i in 0..block.count {
                         for (o, r) in dq.row(first + i, column, d).iter_mut().zip(&result[i * width..]) {
                             *o = E::store(*r * scale);
@@ -206,7 +212,7 @@ multiversion! {
                     // dV += (M∘P)ᵀ·dO
                     mask.apply(a, &mut p[..s.k_len * lanes]);
                     let dvalues = &mut dvalues[head * per_head..][..per_head];
-                    product([tiles, width, block.count], &p, [lanes, 1], &douts, width, dvalues, width, true);
+                    product([tiles, width, block.count], &p, [lanes, 1], &douts, width, dvalues, width, ADD);
                 }
             }
             for j in 0..s.k_len {
@@ -241,7 +247,8 @@ fn blocks(s: &Sequence) -> impl Iterator<Item = Block> + use<> {
     (0..len).step_by(size).map(move |first| Block { first, count: size.min(len - first) })
 }
 
-/// The sizes of a workspace that is large enough for each of the sequences.
+/// The sizes of a workspace that is large enough for each of the sequences: queries in a block and keys, both rounded
+/// up to [`LANES`]; scores, which are their product; and dropout's half words for a block in all heads.
 struct Sizes {
     queries: usize,
     keys: usize,

@@ -77,6 +77,7 @@ multiversion! {
             let z = &logits[r * stride..][..cols];
             let largest_here = block_maxima(z, &mut maxima).to_f64();
             if largest_here > *most {
+                // The sum so far is relative to the old maximum.
                 *sum *= (*most - largest_here).exp();
                 *most = largest_here;
             }
@@ -88,7 +89,7 @@ multiversion! {
                 Choice::Only(column) if (start..start + cols).contains(&column) => {
                     found.push(Likely { column, log_p: z[column - start].load().to_f64() });
                 }
-                Choice::Only(_) => {}
+                Choice::Only(_) => {} // the column lies in another part
             }
         }
     }
@@ -143,6 +144,7 @@ fn largest<E: Element>(
     banned: &[usize],
     found: &mut Vec<Likely>,
 ) {
+    // A column is among the best so far only if its logit is larger than `least`, the last of `count` entries.
     let mut least = E::Acc::from_f64(found.get(count - 1).map_or(f64::NEG_INFINITY, |last| last.log_p));
     for (block, (z, maximum)) in z.chunks(BLOCK).zip(maxima).enumerate() {
         // Columns are read in ascending order, and of equal logits the lower column wins.
@@ -154,7 +156,9 @@ fn largest<E: Element>(
             let column = start + block * BLOCK + i;
             if value > least && !banned.contains(&column) {
                 let log_p = value.to_f64();
+                // After larger and equal logits: of equal logits the lower column, found earlier, comes first.
                 let place = found.partition_point(|better| better.log_p >= log_p);
+                // If there are `count` entries, the last one makes room.
                 found.truncate(count - 1);
                 found.insert(place, Likely { column, log_p });
                 if found.len() == count {

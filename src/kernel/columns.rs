@@ -106,7 +106,9 @@ impl State<'_> {
     /// True if these statistics of `count` real rows may enter the state: there is a real row, and all values are
     /// finite. Otherwise counts non-finite statistics as refused.
     pub fn accepts(&mut self, count: f64, values: &[&[f64]]) -> bool {
+        // The comparison is false for a NaN.
         let finite = values.iter().all(|v| v.iter().all(|v| v.abs() <= self.largest));
+        // `refused` is empty if the norm has no such counter.
         if let (true, [refused]) = (count > 0.0 && !finite, &mut *self.refused) {
             *refused += 1;
         }
@@ -161,6 +163,7 @@ impl Stats {
     /// Reads the statistics from the rows of the tensor that [`write`](Self::write) filled.
     pub fn read<A: Accumulator>(rows: &[A], cols: usize) -> Self {
         let row = |i: usize| memory::collected(rows[i * cols..][..cols].iter().map(|v| v.to_f64()));
+        // `exact` and `share` have the same value in all columns; without columns they count as 0.
         let first = |i: usize| rows.get(i * cols).map_or(0.0, |v| v.to_f64());
         Stats { shift: row(0), scale: row(1), slope: row(2), gamma: row(3), exact: first(4) == 1.0, share: first(5) }
     }

@@ -48,6 +48,7 @@ KERNEL(THREADS, cross_entropy, CrossEntropy) {
   // IN_PLACE overwrites the logits, so z of the target is read first. The barriers in team.combine separate the read
   // from the writes.
   const Values near = load<K_X>(a.logits, first + target / VEC);
+  // Comparisons choose the number, because a variable index would move registers to memory.
   f32 at_target = near.v[0];
 #pragma unroll
   for (int j = 1; j < VEC; j++) at_target = target % VEC == j ? near.v[j] : at_target;
@@ -55,7 +56,7 @@ KERNEL(THREADS, cross_entropy, CrossEntropy) {
   // Each thread keeps its largest logit so far, and a sum of exponentials relative to that logit.
   f32 most[1] = {-__uint_as_float(0x7f800000u)};
   f32 sums[2] = {0.f, 0.f};  // of exp(z - most), and of z - at_target
-  f32 size[1] = {0.f};
+  f32 size[1] = {0.f};       // |V_t|, all that FROM_LSE needs
   for (int chunk = team.lane; chunk < a.chunks; chunk += LANES) {
     const Values z = load<K_X>(a.logits, first + chunk);
 #pragma unroll
@@ -75,6 +76,7 @@ KERNEL(THREADS, cross_entropy, CrossEntropy) {
   // p = exp(z - shift)/total
   f32 shift = K_GRADIENT == FROM_LSE ? a.lse[2 * row] : 0.f, total = K_GRADIENT == FROM_LSE ? a.lse[2 * row + 1] : 1.f;
   if (K_GRADIENT != FROM_LSE) {
+    // Before sums are added, each thread's sum is made relative to the row's maximum.
     const f32 own = most[0];
     team.combine<Largest>(most);
     sums[0] *= own == most[0] ? 1.f : expf(own - most[0]);
@@ -95,6 +97,7 @@ KERNEL(THREADS, cross_entropy, CrossEntropy) {
   }
   if (K_GRADIENT == NO) return;
   const f32 scale = K_GRADIENT == FROM_LSE ? a.dloss[row] : (f32)*a.scale;
+  // With e = exp(z - shift): dz = all*e - uniform, or all*e - of_target at the target.
   const f32 all = (f32)(a.nll_weight + a.uniform_weight * size[0]) * scale / total;
   const f32 uniform = (f32)a.uniform_weight * scale;
   // The target's gradient is rounded only once, from double: it is the row's largest, and A + B has no exact f32.

@@ -214,6 +214,7 @@ multiversion! {
             }
             let [max, exp] = [lse[2 * r], lse[2 * r + 1]];
             let mut weights = Weights::new(smoothing, vocabulary.size, dloss[r]);
+            // p_v = exp(z_v − max)/Σ; the coefficient takes the divisor Σ, which is the same for all columns.
             weights.all = weights.all / exp;
             gradient_from_max::<E, S>(z, &vocabulary.keep, max, weights, dz);
             dz[target as usize] = E::store(weights.of_target((z[target as usize].load() - max).exp()));
@@ -245,6 +246,7 @@ multiversion! {
             let sums = softmax::<S, E>(z, z[target].load(), vocabulary, scratch);
             (loss[r], nll[r]) = sums.losses(vocabulary.size, smoothing);
             let mut weights = Weights::new(smoothing, vocabulary.size, scale);
+            // See `backward_rows`.
             weights.all = weights.all / sums.exp;
             gradient_from_exp(scratch, weights, z);
             z[target] = E::store(weights.of_target(scratch[target / B].0[target % B]));
@@ -317,6 +319,8 @@ fn select<E: Element>(z: &[E], target: E::Acc, keep: &[Lanes<E::Acc>], w: &mut [
             *w = if *k != zero { z.load() } else { lowest };
         }
         w[z.len()..].fill(lowest);
+        // One lane of `most` and `total` serves the same lane of all four quarters. Outside V_t w is −∞, so the
+        // difference is formed only inside.
         let (w, k) = (quarters(w), quarters(k));
         for l in 0..B / 4 {
             most.0[l] = w[0][l].max(w[1][l]).max(w[2][l].max(w[3][l])).max(most.0[l]);

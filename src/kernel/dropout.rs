@@ -50,6 +50,7 @@ device_struct! {
 
 impl OnDevice {
     pub fn of(draw: &Draw) -> Self {
+        // Only the threshold and the scale are needed here: the kernel reads the stream's numbers on the device.
         let d = philox::Dropout::new(draw.p, Stream::default());
         let (threshold, scale) = d.map_or((0, 1.0), |d| (d.threshold, d.scale));
         OnDevice { seed: draw.device_seed, site: draw.site as u32, threshold: threshold.into(), scale: scale as f32 }
@@ -59,6 +60,7 @@ impl OnDevice {
 /// Returns dropout's factors for a matrix of `rows` × `cols`, float64 on the CPU.
 pub fn mask(draw: &Draw, rows: usize, cols: usize) -> Result<Tensor> {
     let mut scale = memory::filled(1.0, rows.saturating_mul(cols));
+    // Without elements there is nothing to draw, and rows of 0 columns cannot be iterated.
     if let (Some(dropout), true) = (draw.dropout(), rows * cols > 0) {
         let mut random = philox::scratch(rows, cols);
         philox::fill(&dropout.stream, 0, rows, cols, &mut random);

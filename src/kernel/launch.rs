@@ -12,7 +12,8 @@ pub fn room(device: Device, sizes: &[i64], kind: Kind) -> Result<Tensor> {
     Ok(Tensor::f_empty(sizes, (kind, place))?)
 }
 
-/// Returns the name of a storage type in the CUDA sources.
+/// Returns the name of a storage type in the CUDA sources; dtypes have the codes of
+/// [`by_dtype!`](crate::kernel::view::by_dtype).
 pub fn type_name(dtype: i32) -> Result<&'static str> {
     match dtype {
         0 => Ok("f32"),
@@ -30,6 +31,7 @@ pub fn aligned(views: &[&View]) -> bool {
 /// Returns the number of columns that a kernel accesses at a time: 16 bytes' worth, or 1. `views` are all tensors that
 /// it accesses in this way; `matrix` has their width and dtype.
 pub fn columns_at_a_time(matrix: &View, views: &[&View]) -> u32 {
+    // 16 bytes are four numbers of f32 (dtype 0), or eight of 16 bits.
     let widest = if matrix.dtype == 0 { 4 } else { 8 };
     if aligned(views) && matrix.cols % widest == 0 {
         widest as u32
@@ -61,8 +63,10 @@ pub fn sum_partials(
     [columns, stride]: [i64; 2],
     to: &[Output],
 ) -> Result<()> {
+    // No column belongs to the outputs that are not used, because they begin after the last one.
     let mut outputs = [Output { to: std::ptr::null_mut(), first: i32::MAX, dtype: 0 }; OUTPUTS];
     outputs[..to.len()].copy_from_slice(to);
+    // A block of eight warps processes 32 columns (sums.cu).
     let grid = Grid { blocks: (columns as u32).div_ceil(32), threads: 256 };
     let arguments = SumPartials { partial, blocks, columns: columns as i32, stride: stride as i32, outputs };
     // SAFETY: the outputs have `columns` numbers together, and so has each of the workspace's `blocks` rows, which are

@@ -44,6 +44,7 @@ fn reduced<S: Isa>(x: f32) -> (f32, f32, f32) {
     // ln 2 is split in two parts: n·0.693359375 is exact, because it has 9 + 8 significant bits.
     let r = mul_add::<f32, S>(n, -0.693_359_4, x);
     let r = mul_add::<f32, S>(n, 2.121_944_4e-4, r);
+    // q(r) by Horner's scheme.
     let p = mul_add::<f32, S>(r, 1.381_459_9e-3, 8.368_717e-3);
     let p = mul_add::<f32, S>(p, r, 4.166_839e-2);
     let p = mul_add::<f32, S>(p, r, 0.166_665_21);
@@ -100,9 +101,11 @@ fn tanh_f32<S: Isa>(z: f32) -> (f32, f32) {
     // The comparison is written so that a NaN fails it and stays a NaN.
     let x = if size > 44.0 { -88.0 } else { -2.0 * size };
     let (p, r, scale) = reduced::<S>(x);
+    // With exp x = scale·(1 + r·p): m = exp x − 1, without cancellation near 0, and e = exp x.
     let (m, e) = (mul_add::<f32, S>(scale, p * r, scale - 1.0), mul_add::<f32, S>(scale, p * r, scale));
     let is_far = size > 0.55;
     let q = if is_far { 2.0 * e } else { -m } / (2.0 + m);
+    // tanh′ = 1 − t², which is q·(2 − q) for t = 1 − q.
     let (t, slope) = if is_far { (1.0 - q, q * (2.0 - q)) } else { (q, mul_add::<f32, S>(-q, q, 1.0)) };
     (t.copysign(z), slope)
 }
@@ -129,6 +132,7 @@ pub fn erf<A: Accumulator, S: Isa>(z: A) -> (A, A) {
 #[inline(always)]
 fn erf_f32<S: Isa>(z: f32) -> (f32, f32) {
     let (size, square) = (z.abs(), z * z);
+    // P(z²) and then Q(|z|) by Horner's scheme.
     let p = mul_add::<f32, S>(square, -6.203_255e-4, 5.032_181e-3);
     let p = mul_add::<f32, S>(p, square, -2.679_146_3e-2);
     let p = mul_add::<f32, S>(p, square, 0.112_824_55);

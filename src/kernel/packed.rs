@@ -31,6 +31,7 @@ impl<A: Accumulator> PackedMatrix<A> {
         assert!(weight.len() == n * k && bias.is_none_or(|bias| bias.len() == n), "W ({n}, {k}) and b ({n})");
         let mut panels = Aligned::new(n.next_multiple_of(PAIR_LANES) * k);
         for (i, row) in weight.chunks_exact(k.max(1)).enumerate() {
+            // Row i of W is number i mod 32 in each column of its panel, which is panel ⌊i/32⌋.
             let panel = &mut panels[i / PAIR_LANES * PAIR_LANES * k..];
             for (c, w) in row.iter().enumerate() {
                 panel[c * PAIR_LANES + i % PAIR_LANES] = *w;
@@ -121,7 +122,8 @@ multiversion! {
     /// few for a tile.
     #[inline(never)]
     fn multiply_panel[isa S][A: Accumulator](all: &mut PanelProduct<A>) {
-        // A tile has as many rows as the registers allow.
+        // A tile has as many rows as the registers allow: 12 rows of two packs take 24 of 32 registers, 6 rows of one
+        // pack take 12 of AVX2's 16.
         let tallest = if is_wide::<S>() { 12 } else { 6 };
         for first in (0..all.rows).step_by(tallest) {
             macro_rules! of_height {
@@ -179,6 +181,7 @@ fn multiply_columns<A: Accumulator, S: Isa, const HEIGHT: usize, const FIRST: us
     for r in 0..HEIGHT {
         for p in 0..PACKS {
             let row = &mut all.y[(first + r) * y_stride..][..used];
+            // If only a part of the panel is used, the pack may have fewer than WIDTH columns there, or none.
             let to = row.chunks_mut(WIDTH).nth(FIRST + p).unwrap_or_default();
             if let Some(to) = to.first_chunk_mut() {
                 totals[r][p].put(to);

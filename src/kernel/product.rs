@@ -11,6 +11,7 @@ use tch::{Device, Kind, Tensor};
 
 /// A flag of glibc's dlopen: it opens only libraries that are already loaded.
 const RTLD_NOLOAD: c_int = 4;
+// These are values of CBLAS_LAYOUT and CBLAS_TRANSPOSE.
 const ROW_MAJOR: c_int = 101;
 const PLAIN: c_int = 111;
 const TRANSPOSED: c_int = 112;
@@ -60,7 +61,9 @@ const STEP: i64 = 64;
 pub fn product(out: &Tensor, x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<()> {
     let rows = x.size()[0];
     let whole = rows / STEP * STEP;
+    // True if oneDNN compiles the product.
     let is_compiled = x.device() == Device::Cpu && matches!(x.kind(), Kind::BFloat16 | Kind::Half);
+    // The first row and the number of rows of each call.
     let parts = match is_compiled && 0 < whole && whole < rows {
         true => &[(0, whole), (rows - STEP, STEP)][..],
         false => &[(0, rows)],
@@ -93,6 +96,7 @@ pub fn add_product(c: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
 /// the tensors do not suit it.
 fn add_mixed(c: &Tensor, a: &Tensor, b: &Tensor) -> bool {
     let Some(product) = *MIXED else { return false };
+    // True for a matrix on the CPU with contiguous rows, which do not overlap.
     let in_rows = |t: &Tensor| match (&t.size()[..], &t.stride()[..]) {
         (&[_, cols], &[row, 1]) => row >= cols && t.device() == Device::Cpu && has_memory(t),
         _ => false,
@@ -103,6 +107,7 @@ fn add_mixed(c: &Tensor, a: &Tensor, b: &Tensor) -> bool {
     }
     let (rows, m, n) = (a.size()[0], a.size()[1], b.size()[1]);
     let numbers = [m, n, rows, a.stride()[0], b.stride()[0], c.stride()[0]].map(c_int::try_from);
+    // The shapes must match, and all sizes must fit MKL's 32-bit integers.
     let (true, [Ok(m), Ok(n), Ok(k), Ok(lda), Ok(ldb), Ok(ldc)]) = (b.size()[0] == rows && c.size() == [m, n], numbers)
     else {
         return false;

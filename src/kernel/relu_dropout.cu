@@ -19,6 +19,7 @@ KERNEL(THREADS, relu_dropout, Relu) {
     for (int j = 0; j < VEC; j++) factor.v[j] = a.dropout.scale;
     if (K_BACKWARD) {
       const Values dy = load<K_X>(a.dy, at);
+      // v holds y: dx is 0 where y is 0, NaN where y is NaN (only a NaN differs from itself), and dy*scale elsewhere.
 #pragma unroll
       for (int j = 0; j < VEC; j++) v.v[j] = v.v[j] == 0.f ? 0.f : v.v[j] != v.v[j] ? v.v[j] : dy.v[j] * factor.v[j];
     } else {

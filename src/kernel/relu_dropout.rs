@@ -62,7 +62,7 @@ multiversion! {
             let (y, g) = (y.load(), dy.load() * scale);
             let g = if y == E::Acc::ZERO { E::Acc::ZERO } else { g };
             #[allow(clippy::eq_op)]
-            let nan = y != y;
+            let nan = y != y; // only a NaN differs from itself
             *dx = E::store(if nan { y } else { g });
         }
     }

@@ -100,6 +100,7 @@ multiversion! {
             for (r, row) in group.range(g).zip(measured) {
                 row.keep(norm.stats, r, stats);
             }
+            // `true`: shifts are subtracted, even if they are zero.
             normalise::<S, X, Y, true>(x_plus, measured, &weight, &bias, group.rows_mut(g, y, &mut spare_y), store_y);
         }
         store.finish();
@@ -153,6 +154,7 @@ multiversion! {
             let df = group.rows_mut(g, df, &mut spare_df);
             let bits = mask.group(g);
             if let Some(bend) = &mut bend {
+                // A curve computes all of G, so the scales get it as dx⁺, without dy and without a weight.
                 let (rows, to) = (group.range(g).len(), split(&mut total, cols));
                 bend.backward::<S, X, Y, X::Acc>(dy, x_plus, dx_plus, rows, to, Store::PLAIN);
                 let none = [&[][..]; GROUP];
@@ -169,12 +171,13 @@ multiversion! {
             Some(bend) => bend.finish(grads.dweight, grads.dbias, grads.dnumbers),
             None => weight.finish(grads.dweight, grads.dbias),
         }
+        // The sums are padded to whole blocks, or empty if not wanted. dα has no factor of dropout.
         finish(&scales.dalpha[..cols.min(scales.dalpha.len())], None, grads.dalpha);
         finish(&scales.dbeta[..cols.min(scales.dbeta.len())], step.dropout, grads.dbeta);
     }
 }
 
-/// Computes x⁺ = α⊙x + β⊙drop(f), or x + drop(f) if the scales are empty.
+/// Computes x⁺ = α⊙x + β⊙drop(f), or x + f if the scales are empty, because then nothing is dropped ([`scales`]).
 #[inline(always)]
 fn add<S: Isa, X: Element, F: Element<Acc = X::Acc>>(
     alpha: &[X::Acc],
@@ -196,6 +199,7 @@ fn add<S: Isa, X: Element, F: Element<Acc = X::Acc>>(
     for part in 0..PARTS {
         let n = x.len(part);
         let (a, b);
+        // The coefficients of this part; there are none without scales.
         let coefficients = if scaled { n } else { 0 };
         ((a, alpha), (b, beta)) = (alpha.split_at(coefficients), beta.split_at(coefficients));
         let (x, f, to) = (x.part::<S>(part, n), f.part::<S>(part, n), to.part::<S>(part, n));

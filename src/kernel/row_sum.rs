@@ -45,12 +45,12 @@ multiversion! {
     /// Adds rows of `x`, which are `stride` apart, to the sums of their columns.
     fn add[isa S][E: Element](x: &[E], rows: Range<usize>, stride: usize, sums: &mut [E::Acc]) {
         for first in rows.clone().step_by(TOGETHER) {
-            let some = first..rows.end.min(first + TOGETHER);
+            let together = first..rows.end.min(first + TOGETHER);
             let (blocks, rest) = sums.as_chunks_mut::<PAIR_LANES>();
             let whole = blocks.len() * PAIR_LANES;
             for (b, sum) in blocks.iter_mut().enumerate() {
                 let mut total = [Of::<E::Acc, S>::zero(); 2];
-                for row in some.clone() {
+                for row in together.clone() {
                     let from = &x[row * stride + b * PAIR_LANES..];
                     let numbers = from.first_chunk::<PAIR_LANES>().expect("a row has all its blocks");
                     let [low, high] = Of::<E::Acc, S>::pair(numbers);
@@ -61,7 +61,7 @@ multiversion! {
             }
             for (c, sum) in rest.iter_mut().enumerate() {
                 let mut total = E::Acc::ZERO;
-                for row in some.clone() {
+                for row in together.clone() {
                     total += x[row * stride + whole + c].load();
                 }
                 *sum += total;

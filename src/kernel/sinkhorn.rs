@@ -72,11 +72,13 @@ multiversion! {
             (filled(zero, size * (count + 1)), filled(zero, n * count), filled(zero, size));
         let all = dm.chunks(size * LANES).zip(logits.chunks(size * LANES)).zip(dlogits.chunks_mut(size * LANES));
         for ((dm, logits), dlogits) in all {
+            // The forward pass again, which this time keeps every state and every divisor.
             gather(logits, &mut states[..size]);
             softmax::<E::Acc, S>(n, &mut states[..size]);
             for (i, division) in divisions(n, iterations).enumerate() {
                 states.copy_within(i * size..(i + 1) * size, (i + 1) * size);
                 let state = &mut states[(i + 1) * size..(i + 2) * size];
+                // M₀ is the softmax plus ε.
                 if i == 0 {
                     add(state, eps);
                 }
@@ -84,6 +86,7 @@ multiversion! {
                     sums[i * n + line] = divide(division.at(line), eps, state);
                 }
             }
+            // The gradients of the divisions, last division first.
             gather(dm, &mut g);
             for (i, division) in divisions(n, iterations).enumerate().rev() {
                 let state = &states[(i + 1) * size..(i + 2) * size];

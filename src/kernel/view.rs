@@ -30,6 +30,7 @@ impl View {
             _ => return None,
         };
         let (&[rows, cols], &[stride, step]) = (&t.size()[..], &t.stride()[..]) else { return None };
+        // The stride of a dimension of one element or none does not matter.
         let in_rows = (step == 1 || cols <= 1) && (stride >= cols || rows <= 1);
         let is_there = t.device() == Device::Cpu && in_rows && has_memory(t);
         is_there.then(|| View { data: t.data_ptr().cast(), rows, cols, stride, dtype })
@@ -57,6 +58,7 @@ impl View {
 
     /// Returns the bytes from the matrix's first number to its last; an empty slice if the tensor is absent.
     pub fn bytes(&self) -> *const [u8] {
+        // The bytes of a number, by dtype code.
         let each = [4, 8, 2, 2, 8, 1].get(self.dtype as usize).copied().unwrap_or(0);
         std::ptr::slice_from_raw_parts(self.data, self.len() * each)
     }

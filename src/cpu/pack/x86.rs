@@ -26,6 +26,7 @@ impl Isa for Avx2 {
     type F32 = F32x8x2;
 }
 
+/// The message of the branch for other storage types, which never runs.
 const OTHERS: &str = "four types are stored, and f64 does not compute in f32";
 
 #[inline(always)]
@@ -144,6 +145,7 @@ impl Pack<f32> for F32x16 {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn narrow_bf16(low: __m512, high: __m512, native: bool) -> __m512i {
+    // The category of subnormal numbers in the instruction that classifies numbers.
     const SUBNORMAL: i32 = 0x20;
     if native {
         // The instruction would flush subnormal numbers to zero, so a block with such numbers takes the other path.
@@ -151,7 +153,7 @@ unsafe fn narrow_bf16(low: __m512, high: __m512, native: bool) -> __m512i {
         if subnormal == 0 {
             let both: __m512i;
             // The intrinsic is a function compiled for AVX512_BF16, which cannot be inlined into one that is not. So
-            // the instruction is written in assembly.
+            // the instruction is written in assembly. It puts its last operand into the lower half.
             // SAFETY: the caller guarantees that the processor has the instruction, which changes only registers.
             unsafe {
                 asm!("vcvtne2ps2bf16 {}, {}, {}", out(zmm_reg) both, in(zmm_reg) high, in(zmm_reg) low,
@@ -167,6 +169,8 @@ unsafe fn narrow_bf16(low: __m512, high: __m512, native: bool) -> __m512i {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn round_bf16(v: __m512) -> __m256i {
+    // To nearest even: adds 0x7fff, and 1 more if the upper half is odd. A NaN, which is unordered with itself, instead
+    // becomes quiet.
     let bits = _mm512_castps_si512(v);
     let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
     let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
@@ -175,7 +179,7 @@ fn round_bf16(v: __m512) -> __m256i {
     _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded))
 }
 
-/// Returns the sum of the eight lanes.
+/// Returns the sum of the eight lanes: first i + (i + 4), then these sums with distance 2 and 1.
 ///
 /// # Safety
 /// The processor has AVX.
@@ -313,6 +317,7 @@ unsafe fn widen_bf16(from: *const __m128i) -> __m256 {
 #[inline]
 #[target_feature(enable = "avx2")]
 fn narrow_bf16x32(a: __m256, b: __m256, c: __m256, d: __m256) -> [__m256i; 2] {
+    // The comparison is true where either number is NaN. Blocks without a NaN take the shorter path.
     let nan = _mm256_or_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(a, b), _mm256_cmp_ps::<_CMP_UNORD_Q>(c, d));
     let [a, b, c, d] = match _mm256_movemask_ps(nan) {
         0 => [round8_bf16(a), round8_bf16(b), round8_bf16(c), round8_bf16(d)],

@@ -21,6 +21,7 @@ struct Options {
   bool train, release;
   bool running;  // true if evaluation uses the buffers
 };
+// The statistics that xhat and its gradient use (`Stats` in kernel/columns.rs).
 struct Used {
   double shift, scale, slope, gamma, share;
   bool exact;

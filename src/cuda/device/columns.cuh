@@ -18,6 +18,7 @@ struct Place {
   i64 slab, first, end;  // the slab's rows; none if the chunk lies past the last column
 
   DEV Place(const Rows& rows) : lane(threadIdx.x % 32), warp(threadIdx.x / 32) {
+    // Neighbouring blocks process the tiles of one slab.
     const int tiles = (rows.chunks + 31) / 32;
     chunk = blockIdx.x % tiles * 32 + lane;
     slab = blockIdx.x / tiles;
@@ -44,10 +45,12 @@ enum { ROUND = 32, ABREAST = 4 };
 template <int N, class Load, class Work>
 static DEV void over_rows(
     const Place& p, i64 first, i64 end, double* shared, double (&sums)[N], Load load, Work work) {
+  // A warp's number for sum k, in this thread's lane.
   const auto by = [&](int warp, int k) -> double& { return shared[(k * WARPS + warp) * 32 + p.lane]; };
 #pragma unroll
   for (int k = 0; k < N; k++) by(p.warp, k) = 0.0;
   for (i64 round = first + p.warp; round < end; round += ROUND * WARPS) {
+    // The warp's rows in this round lie WARPS apart, from `round` to before `last`; `part` holds their sums.
     const i64 last = round + ROUND * WARPS < end ? round + ROUND * WARPS : end;
     f32 part[N];
 #pragma unroll
@@ -125,6 +128,7 @@ KERNEL(THREADS, columns_measure, Measure) {
   const Place p(a.rows);
   const Ahead& ahead = a.ahead;
   const i64 iters = ahead.iters ? *ahead.iters : 0;
+  // True if y does not depend on the batch. Then this pass writes y, with statistics for which an empty batch will do.
   const bool writes = ahead.y && Norm::ahead(State{0.0, 0.0, iters}, ahead.options);
   if (ahead.y && blockIdx.x == 0 && threadIdx.x == 0) *ahead.wrote = writes ? 1.f : 0.f;
   Values guess = all(0.f), shift = guess, scale = guess, weight = guess, bias = guess;
@@ -138,6 +142,7 @@ KERNEL(THREADS, columns_measure, Measure) {
     }
   }
   double sums[SUMS];
+  // Computes the sums over some of the slab's rows, with d = x - guess.
   const auto measure = [&](i64 first, i64 end) {
     const auto read = [&](i64 row) {
       Read found;
@@ -155,11 +160,13 @@ KERNEL(THREADS, columns_measure, Measure) {
         part[SQUARES + j] = fmaf(d, d, part[SQUARES + j]);
         if constexpr (Norm::CENTRED) part[SUM + j] += d;
       }
+      // PowerNorm's release mode normalises padding too.
       const bool written = real || ahead.options.release;
       if (writes) write(ahead.y, row * a.rows.chunks + p.chunk, x, shift, scale, weight, bias, written);
     });
   };
   if constexpr (Norm::CENTRED) {
+    // The first call has the guess 0, so it gives the sum of the first rows from the first real one on.
     i64 first = p.first;
     while (first < p.end && !a.rows.real(first)) first++;
     measure(first, first + FEW < p.end ? first + FEW : p.end);
@@ -167,6 +174,7 @@ KERNEL(THREADS, columns_measure, Measure) {
     for (int j = 0; j < VEC; j++) guess.v[j] = sums[COUNT] > 0.0 ? (f32)(sums[SUM + j] / sums[COUNT]) : 0.f;
   }
   measure(p.first, p.end);
+  // All warps have the totals; the first one stores them as means, in the order of PARTS.
   if (p.warp > 0 || p.first == p.end) return;
   const double share = sums[COUNT] > 0.0 ? 1.0 / sums[COUNT] : 0.0;
   if (p.chunk == 0) a.counts[p.slab] = (f32)sums[COUNT];
@@ -244,6 +252,8 @@ KERNEL(THREADS, columns_gradient_sums, GradientSums) {
   const Place p(a.rows);
   const i64 chunks = a.rows.chunks, cols = chunks * VEC;
   Values shift = all(0.f), scale = all(1.f), slope[3] = {shift, shift, shift};
+  // dx depends on the sums only if the statistics are the batch's own; otherwise this pass writes it. `slope` then
+  // holds p and q, and its r stays 0.
   const bool writes = !is_exact(a.stats, cols);
   if (p.first < p.end) {
     shift = load<f32>(a.stats, SHIFT * chunks + p.chunk), scale = load<f32>(a.stats, SCALE * chunks + p.chunk);
@@ -255,7 +265,7 @@ KERNEL(THREADS, columns_gradient_sums, GradientSums) {
       slope[0].v[j] = (f32)found.p, slope[1].v[j] = (f32)found.q;
     }
   }
-  double sums[2 * VEC];
+  double sums[2 * VEC];  // of dy, then of dy*xhat, for each column of the chunk
   const auto read = [&](i64 row) {
     const i64 at = row * chunks + p.chunk;
     return Read{fetch((const Pack<K_X, VEC>*)a.x + at), fetch((const Pack<K_X, VEC>*)a.dy + at), a.rows.real(row)};

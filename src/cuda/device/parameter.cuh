@@ -23,7 +23,7 @@ static DEV Values values(const T* p, int chunk, f32 absent) {
 template <class Work>
 static DEV void each_chunk(int lane, int chunks, Work work) {
   if constexpr (HELD > 0) {
-    if (FULL && chunks == 0) return;
+    if (FULL && chunks == 0) return;  // a row past the end
 #pragma unroll
     for (int i = 0; i < HELD; i++)
       if (FULL || lane + i * LANES < chunks) work(i, lane + i * LANES);
@@ -45,6 +45,7 @@ struct Sum {
     for (auto& chunk : kept)
 #pragma unroll
       for (f32& v : chunk) v = 0.f;
+    // Sums in the workspace must be zeroed there.
     if constexpr (KIND == EACH && HELD == 0) {
       if (!total) return;
       const Values zero = {};
@@ -70,6 +71,8 @@ struct Sum {
   // Writes the block's sums to the workspace; all threads must call. `scratch` holds ROWS·32·VEC numbers.
   DEV void finish(Team& team, f32* scratch, int chunks) {
     if (KIND == NONE || !total) return;
+    // One number is added up over the threads of each row, then over the rows. Of sums per column, the threads of the
+    // first row add those of the other rows in the same lane. With HELD = 0 the sums are in the workspace already.
     if constexpr (KIND == ONE) {
       f32 sum[1] = {kept[0][0]};
       team.combine<Add>(sum);

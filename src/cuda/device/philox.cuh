@@ -24,7 +24,7 @@ static DEV u32 half_word(const u32 (&c)[4], int half) {
 }
 
 struct Mask {
-  u32 key[2], high[2], threshold;
+  u32 key[2], high[2], threshold;  // high: the counter's last two words, which all elements share
 
   DEV Mask(const Dropout& d) : key{0, 0}, high{0, 0}, threshold(d.threshold) {
     if (threshold == 0) return;
@@ -34,6 +34,7 @@ struct Mask {
     high[1] = (u32)d.seed[1];
   }
 
+  // Writes the random block with this index `column` in a row to c.
   DEV void block(u32 column, u32 row, u32 (&c)[4]) const {
     c[0] = column, c[1] = row, c[2] = high[0], c[3] = high[1];
     philox(c, key[0], key[1]);

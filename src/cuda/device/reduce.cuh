@@ -29,10 +29,13 @@ struct Team {
   template <class Operation, int N>
   DEV void combine(f32 (&v)[N]) {
     static_assert(N <= MOST, "shared has no room");
+    // First within each warp, by a butterfly: at every step a lane combines its value with that of the lane whose index
+    // differs in one bit.
 #pragma unroll
     for (int step = 16; step > 0; step /= 2)
 #pragma unroll
       for (int k = 0; k < N; k++) v[k] = Operation::of(v[k], __shfl_xor_sync(0xffffffffu, v[k], step));
+    // Then over the warps of the row, through shared memory.
     if constexpr (WARPS > 1) {
       f32* to = shared + buffer * MOST * WARPS;
       if (lane % 32 == 0)
@@ -45,7 +48,7 @@ struct Team {
 #pragma unroll
         for (int w = 1; w < WARPS; w++) v[k] = Operation::of(v[k], to[k * WARPS + w]);
       }
-      buffer ^= 1;
+      buffer ^= 1;  // slow threads may still read this buffer during the next call
     }
   }
 };

@@ -88,6 +88,7 @@ static DEV f32 moment(Team& team, const Line<K_X>& line, int chunks, f32 inverse
     const Values x = line.at(i, chunk);
 #pragma unroll
     for (int j = 0; j < VEC; j++) {
+      // The shift is 0 if POWER is 1.
       const f32 d = UNITS ? fmaf(x.v[j], inverse, -shift) : POWER == 1 ? x.v[j] : x.v[j] - shift;
       sum[0] = POWER == 1 ? sum[0] + d : with_power(sum[0], d);
     }
@@ -109,6 +110,7 @@ static DEV f32 unit_of(Team& team, const Line<K_X>& line, int chunks) {
     for (int j = 0; j < VEC; j++) most[0] = fmaxf(most[0], fabsf(x.v[j]));
   });
   team.combine<Largest>(most);
+  // The exponent's bits alone are a power of two.
   return EUCLIDEAN ? __uint_as_float(__float_as_uint(most[0]) & 0x7f800000u) : most[0];
 }
 
@@ -154,6 +156,7 @@ KERNEL(THREADS, rows_forward, Forward) {
 #pragma unroll
         for (int j = 0; j < VEC; j++) x_plus.v[j] = fmaf(alpha.v[j], x.v[j], f.v[j]);
         const auto stored = store<K_X>(a.x_plus, row * a.chunks + chunk, x_plus);
+        // The norm needs the rounded x_plus; without registers for it, `line` reads it back from memory.
         if (HELD > 0) line.kept[i] = stored;
       });
     } else {
@@ -166,6 +169,7 @@ KERNEL(THREADS, rows_forward, Forward) {
     } else {
       found = measure(team, line, chunks, a.eps);
       if (team.lane == 0 && chunks > 0) {
+        // A row has STATS numbers, and the scale is the last of them.
         if (Norm::STATS == 2) a.stats[2 * row] = found.shift;
         a.stats[Norm::STATS * (row + 1) - 1] = found.scale;
       }
@@ -200,7 +204,7 @@ struct Backward {
 #if K_BACKWARD
 // Returns the derivative of the row's length with respect to x, up to a factor; `largest` is the row's largest |x|.
 static DEV f32 slope_of(f32 x, f32 hat, f32 largest) {
-  const f32 sign = x > 0.f ? 1.f : x < 0.f ? -1.f : x;
+  const f32 sign = x > 0.f ? 1.f : x < 0.f ? -1.f : x;  // x itself if it is 0 or NaN
   if constexpr (EUCLIDEAN)
     return hat;
   else if constexpr (OF_LARGEST)
@@ -226,7 +230,7 @@ KERNEL(THREADS, rows_backward, Backward) {
   const bool normed = NORMED && a.dy;
   for (i64 first = (i64)blockIdx.x * ROWS; first < a.rows; first += (i64)gridDim.x * ROWS) {
     const i64 row = first + team.row;
-    const int chunks = row < a.rows ? a.chunks : 0;
+    const int chunks = row < a.rows ? a.chunks : 0;  // see rows_forward
     Line<K_X> x_plus(a.x_plus, row, a.chunks);
     Line<K_Y> dy(a.dy, row, a.chunks);
     Line<K_X> dx_plus(a.dx_plus, row, a.chunks);
@@ -237,7 +241,9 @@ KERNEL(THREADS, rows_backward, Backward) {
     if (K_STEP && a.dx_plus) dx_plus.fetch_all(team.lane, chunks);
     Row found = {0.f, 1.f};
     f32 sums[2] = {0.f, 0.f};  // of g*xhat, and of g
+    // The row's largest |x|, and the number of x that reach it; 1 for other lengths.
     f32 largest[1] = {0.f}, ties[1] = {OF_LARGEST ? 0.f : 1.f};
+    // First half: the sums over the row on which dx depends.
     if constexpr (Norm::CURVED) {
       found = learned(a.numbers);
     } else if (normed) {
@@ -265,6 +271,7 @@ KERNEL(THREADS, rows_backward, Backward) {
         });
         team.combine<Add>(ties);
       }
+      // Only a norm that subtracts the mean needs the sum of g.
       if (Norm::STATS == 2) {
         team.combine<Add>(sums);
       } else {
@@ -274,10 +281,11 @@ KERNEL(THREADS, rows_backward, Backward) {
       }
     }
     const f32 pull = Norm::pull(found.scale, cols, a.eps, sums[0]) / ties[0];  // shared by numbers that tie
-    const f32 share = Norm::STATS == 2 ? found.scale / cols * sums[1] : 0.f;
+    const f32 share = Norm::STATS == 2 ? found.scale / cols * sums[1] : 0.f;  // the mean of scale*g
+    // Second half: G, and from it dx, df and this row's terms of the sums over rows.
     each_chunk(team.lane, chunks, [&](int i, int chunk) {
       const i64 at = row * a.chunks + chunk;
-      Values total;
+      Values total;  // G = dx_plus + N'(dy)
 #pragma unroll
       for (int j = 0; j < VEC; j++) total.v[j] = 0.f;
       if (normed) {

@@ -33,6 +33,7 @@ KERNEL(THREADS, columns_merge, Merge) {
     f32 counts[ON_THEIR_WAY], parts[ON_THEIR_WAY][PARTS];
 #pragma unroll
     for (int i = 0; i < ON_THEIR_WAY; i++) {
+      // A slab past the end counts no rows, so adding it changes nothing.
       const int slab = first + i * WARPS;
       counts[i] = slab < a.slabs ? a.counts[slab] : 0.f;
 #pragma unroll
@@ -41,6 +42,7 @@ KERNEL(THREADS, columns_merge, Merge) {
     }
 #pragma unroll
     for (int i = 0; i < ON_THEIR_WAY; i++) {
+      // The parts that columns_measure stored: guess, mean d and mean d*d, or only the last.
       double mean = 0.0, square = parts[i][PARTS - 1];
       if constexpr (Norm::CENTRED) {
         const double offset = parts[i][1];
@@ -87,6 +89,8 @@ KERNEL(THREADS, columns_settle, Settle) {
   const Options o = a.options;
   const double count = a.count ? *a.count : 0.0;
   const i64 iters = a.iters ? *a.iters : 0;
+  // The state moves in training with buffers and real rows, if the statistics of all columns are finite (`taken`);
+  // otherwise the batch is refused. The comparison with the largest number is false for a NaN.
   const bool moves = o.train && a.first && count > 0.0;
   bool finite = true;
   if (moves)
@@ -99,6 +103,7 @@ KERNEL(THREADS, columns_settle, Settle) {
     if (a.square) batch.mean = a.mean[c], batch.square = a.square[c], batch.square_of_all = a.square_of_all[c];
     const State state = {a.first ? a.first[c] : 0.0, a.second ? a.second[c] : 0.0, iters};
     const Used used = Norm::settle(batch, state, o);
+    // The rows of the tensor `stats`, in the order of columns.cuh.
     const double rows[] = {used.shift, used.scale, used.slope, used.gamma, used.exact ? 1.0 : 0.0, used.share};
 #pragma unroll
     for (int i = 0; i < 6; i++) a.stats[(i64)i * a.cols + c] = (f32)rows[i];
@@ -121,10 +126,11 @@ struct Slopes {
 
 struct Found {
   Slope slope;
-  double second;  // nu after this batch
+  double second;  // the buffer of nu after this batch
 };
 
-// Returns column c's coefficients of dx, and its nu after this batch.
+// Returns column c's coefficients of dx, and its buffer after this batch. lambda is the mean of weight*dy*xhat, nu is
+// (1 - alpha_bwd)*buffer, and the buffer becomes buffer + lambda - nu*mean(xhat^2).
 static DEV Found slope(const Slopes& a, int c) {
   const auto stat = [&](int i) { return (double)a.stats[(i64)i * a.cols + c]; };
   const double weight = a.weight ? a.weight[c] : 1.0, scale = stat(SLOPE), share = stat(SHARE);
@@ -142,6 +148,7 @@ static DEV Found slope(const Slopes& a, int c) {
 KERNEL(THREADS, columns_slopes, Slopes) {
   SHARED(f32, shared, 2 * MOST * WARPS);
   Team team(shared);
+  // As in columns_settle; the statistics' share is 0 if the batch had no real rows.
   const bool moves = a.second && a.stats[SHARE * (i64)a.cols] > 0.f;
   bool finite = true;
   if (moves)

@@ -65,6 +65,7 @@ device_struct! {
 pub fn launch(device: Device, buffers: &Buffers<View>, settings: &Coefficients) -> Result<()> {
     let Buffers { parameters, first, second, gradients, grad_scale, step_size, keep } = buffers;
     let Coefficients { beta1, beta2, eps, rounding } = *settings;
+    // Four elements at a time need 16-byte alignment, whole chunks, and random bits from one block of Philox.
     let is_multiple_of_4 = |n: i64| n % 4 == 0;
     let is_wide = aligned(&[parameters, first, second, gradients]) && is_multiple_of_4(parameters.cols);
     let vec = if is_wide && is_multiple_of_4(rounding.first as i64) { 4 } else { 1 };
@@ -108,6 +109,7 @@ pub fn composed(buffers: &Buffers<Tensor>, settings: &Coefficients) -> Result<()
         Ok(())
     };
     let widened = |moment: &Tensor| moment.f_to_kind(parameters.kind());
+    // The formula's g, m and v.
     let d = gradients.f_mul(grad_scale)?;
     let m = widened(first)?.f_mul_scalar(*beta1)?.f_add(&d.f_mul_scalar(1.0 - beta1)?)?;
     let v = widened(second)?.f_mul_scalar(*beta2)?.f_add(&d.f_square()?.f_mul_scalar(1.0 - beta2)?)?;
@@ -123,15 +125,18 @@ pub fn composed(buffers: &Buffers<Tensor>, settings: &Coefficients) -> Result<()
     Ok(())
 }
 
-/// Returns `exact` rounded to bf16 as the kernels do; `moment` is 0 for the first moment, 1 for the second.
+/// Returns `exact` rounded to bf16 stochastically, with the random bits that the kernels use. `moment` is 0 for the
+/// first moment, 1 for the second.
 fn rounded(exact: &Tensor, rounding: &Rounding, moment: usize) -> Result<Tensor> {
     let (count, start) = (exact.numel(), rounding.first % ROW);
     let rows = (start + count).div_ceil(ROW);
     let mut bits = philox::scratch(rows, 2 * ROW);
     philox::fill(&rounding.stream(), rounding.first / ROW, rows, 2 * ROW, &mut bits);
+    // A row of bits has one half word per element for m, then one per element for v.
     let of_rows = bits.chunks_exact(2 * ROW).flat_map(|row| &row[moment * ROW..][..ROW]);
     let bits: Vec<i32> = of_rows.skip(start).take(count).map(|bits| i32::from(*bits)).collect();
     let bits = Tensor::f_from_slice(&bits)?.f_to_device(exact.device())?.f_view_as(exact)?;
+    // Adds the random bits to the half of each f32 that bf16 lacks, and then drops that half.
     let sum = exact.f_to_kind(Kind::Float)?.f_view_dtype(Kind::Int)?.f_add(&bits)?;
     Ok(sum.f_bitwise_and(0xffff_0000u32 as i32 as i64)?.f_view_dtype(Kind::Float)?.f_to_kind(Kind::BFloat16)?)
 }

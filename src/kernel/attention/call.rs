@@ -64,6 +64,7 @@ impl AttentionViews {
 /// must be in order and disjoint, because several threads write them; with `keys_too`, their key rows too.
 pub(super) fn sequences(ranges: &[i64], [q_rows, k_rows]: [i64; 2], keys_too: bool) -> Result<Vec<Sequence>> {
     let (mut q_end, mut k_end) = (0, 0);
+    // start + len might overflow, rows − len does not: `len > rows` is tested first.
     let beyond = |start: i64, len: i64, rows: i64| len > rows || start > rows - len;
     let mut sequences = memory::reserved(ranges.len() / 4);
     for (i, r) in ranges.chunks_exact(4).enumerate() {
@@ -95,7 +96,7 @@ unsafe fn matrix_mut<E>(v: &View) -> MatrixMut<E> {
     MatrixMut::new(all.as_mut_ptr(), all.len(), v.stride as usize)
 }
 
-/// Returns the least number of sequences that are worth a thread of their own.
+/// Returns the least number of sequences that are worth a thread of their own: those with about 128 query rows.
 fn grain(sequences: &[Sequence]) -> usize {
     let rows: usize = sequences.iter().map(|s| s.q_len).sum();
     (128 * sequences.len() / rows.max(1)).max(1)
@@ -106,8 +107,9 @@ fn forward_typed<E: Element>(a: &AttentionViews, out: &View, lse: &View) -> Resu
     // SAFETY: the operator's declaration guarantees dtypes and widths; out and lse are fresh, and sequences have
     // disjoint query rows.
     unsafe {
+        // Sequences are disjoint, so if they have fewer rows than q, some rows are in no sequence. Their results are 0.
         if sequences.iter().map(|s| s.q_len).sum::<usize>() < a.q.rows() {
-            out.slice_mut::<E>().fill(E::default()); // rows in no sequence
+            out.slice_mut::<E>().fill(E::default());
             lse.slice_mut::<E::Acc>().fill(E::Acc::ZERO);
         }
         let (q, k, v) = (matrix::<E>(&a.q), matrix::<E>(&a.k), matrix::<E>(&a.v));
@@ -131,6 +133,7 @@ fn backward_typed<E: Element>(
     unsafe {
         let queries: usize = sequences.iter().map(|s| s.q_len).sum();
         let keys: usize = sequences.iter().map(|s| s.k_len).sum();
+        // As in `forward_typed`: rows in no sequence have the gradient 0.
         for (d, covered) in [(dq, queries), (dk, keys), (dv, keys)] {
             if covered < d.rows() {
                 d.slice_mut::<E>().fill(E::default());

@@ -32,6 +32,7 @@ impl Extras<'_> {
         let kind = scores.kind();
         let Some(sinks) = self.sinks else { return Ok(scores.f_softmax(-1, kind)?) };
         let [n, heads, queries, keys] = scores.size()[..] else { unreachable!("scores have four dimensions") };
+        // A sink is one more column of scores in the softmax; its weight is then cut off.
         let sinks = sinks.f_to_kind(kind)?.f_reshape([1, heads, 1, 1].as_slice())?;
         let sinks = sinks.f_expand([n, heads, queries, 1].as_slice(), false)?;
         Ok(Tensor::f_cat(&[scores, sinks], -1)?.f_softmax(-1, kind)?.f_narrow(-1, 0, keys)?)
@@ -57,6 +58,7 @@ pub fn composed(
     let longest = |len: fn(&Sequence) -> usize| sequences.iter().map(len).max().unwrap_or(0);
     let (q_len, k_len) = (longest(|s| s.q_len), longest(|s| s.k_len));
     let n = sequences.len();
+    // No query has a key, so out is 0; as a product with q it stays in autograd's graph.
     if [n, q_len, k_len].contains(&0) {
         return Ok(q.f_mul_scalar(0.0)?);
     }
@@ -73,6 +75,7 @@ pub fn composed(
     let (q_rows, k_rows) = (rows(|s| (s.q_start, s.q_len), q_len)?, rows(|s| (s.k_start, s.k_len), k_len)?);
     let mut visible = memory::reserved::<bool>(n.saturating_mul(q_len).saturating_mul(k_len));
     visible.extend(sequences.iter().flat_map(|s| {
+        // Causal: key j is visible if j ≤ i + k_len − q_len, here without negative numbers.
         let past = move |i: usize, j: usize| j + s.q_len <= i + s.k_len;
         (0..q_len).flat_map(move |i| (0..k_len).map(move |j| j < s.k_len && (!a.causal || past(i, j))))
     }));
@@ -98,6 +101,7 @@ pub fn composed(
     }
     let out = weights.f_matmul(&vh)?.f_transpose(1, 2)?.f_reshape([n * q_len, -1].as_slice())?; // (n·q_len, d)
     let real = Tensor::f_from_slice(&real)?.f_to_device(device)?;
+    // Rows in no sequence stay 0.
     let zeros = q.f_to_kind(kind)?.f_zeros_like()?;
     Ok(zeros.f_index_copy(0, &q_rows.f_index_select(0, &real)?, &out.f_index_select(0, &real)?)?.f_to_kind(q.kind())?)
 }

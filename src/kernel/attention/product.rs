@@ -9,6 +9,9 @@ use std::any::TypeId;
 
 /// The number of rows computed together; row counts are padded to a multiple of it.
 pub(super) const TILE: usize = 8;
+/// The values of [`product()`]'s last argument: replace C, or add to it.
+pub(super) const REPLACE: bool = false;
+pub(super) const ADD: bool = true;
 
 multiversion! {
     /// Computes C = A·B (or C += A·B if `add`) for shape [m, n, k], with m a multiple of [`TILE`] and n of [`LANES`].
@@ -27,6 +30,7 @@ multiversion! {
         if m == 0 || n == 0 {
             return;
         }
+        // The largest index at which A is read.
         let last = (m - 1) * strides[0] + k.saturating_sub(1) * strides[1];
         assert!(m.is_multiple_of(TILE) && n.is_multiple_of(LANES) && (k == 0 || last < a.len() && (k - 1) * ldb + n <= b.len()));
         assert!((m - 1) * ldc + n <= c.len());

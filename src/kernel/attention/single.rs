@@ -61,6 +61,7 @@ multiversion! {
             let rows = &reads.rows[reads.offsets[i]..reads.offsets[i + 1]];
             let lanes = (rows.len() + sink_count).next_multiple_of(LANES);
             for head in 0..count {
+                // The first column of the head of keys that this query head shares.
                 let from = head / shared * d;
                 let query = q.row(i, head * d, d);
                 for (score, row) in scores.iter_mut().zip(rows) {
@@ -69,11 +70,13 @@ multiversion! {
                 if let Some(c) = softcap.map(E::Acc::from_f64) {
                     scores[..rows.len()].iter_mut().for_each(|s| *s = tanh::<E::Acc, S>(*s / c).0 * c);
                 }
+                // The lanes after the keys add nothing to the softmax; a sink takes the first of them.
                 scores[rows.len()..lanes].fill(E::Acc::from_f64(f64::NEG_INFINITY));
                 if let Some(sinks) = sinks {
                     scores[rows.len()] = E::Acc::from_f64(sinks[head]);
                 }
                 let total = softmax::<E::Acc, S>(&mut scores[..lanes]);
+                // The total is 0 if the query reads no key; then its output is 0.
                 let factor = if total == E::Acc::ZERO { E::Acc::ZERO } else { E::Acc::ONE / total };
                 write_weighted_sum::<E, S>(&scores, rows, &v, from, factor, out.row(i, head * d, d));
             }
@@ -90,6 +93,7 @@ fn dot<E: Element, S: Isa>(q: &[E], k: &[E]) -> E::Acc {
     for (q, k) in qs.iter().zip(ks) {
         total = Of::<E::Acc, S>::load(q).mul_add(Of::<E::Acc, S>::load(k), total);
     }
+    // A head of fewer than WIDTH columns has no pack to add up.
     let mut total = if qs.is_empty() { E::Acc::ZERO } else { total.sum() };
     for (q, k) in q.iter().zip(k) {
         total += q.load() * k.load();
@@ -168,6 +172,7 @@ pub fn attention([q, k, v]: [&Tensor; 3], reads: ReadRows, heads: i64, scale: f6
     };
     let (count, kv) = (heads as usize, k.cols());
     let d = q.cols() / count.max(1);
+    // q is `count` heads of d columns, k and v are whole heads, and each of theirs serves as many heads of q.
     let fits = d > 0 && d * count == q.cols() && kv == v.cols() && kv % d == 0 && kv > 0 && count % (kv / d) == 0;
     let fits = fits && sinks.is_none_or(|sinks| sinks.len() == count);
     let is_one_type = [&k, &v, &o].iter().all(|view| view.dtype == q.dtype);

@@ -129,7 +129,9 @@ fn normalise<A: Accumulator>(p: &mut [A], lanes: usize, shares: Option<&[A; QUER
 /// head) are consecutive in the random stream, and one register of random numbers covers several short rows.
 pub(super) struct DropoutFactors<A> {
     random: Vec<u16>,
+    /// One head's factors with a query per row, as they are drawn.
     rows: Aligned<A>,
+    /// The same with a key per row, as the scores are stored.
     factors: Aligned<A>,
 }
 
@@ -155,21 +157,22 @@ impl<A: Accumulator> DropoutFactors<A> {
     /// Prepares one head's factors, with a key per row; does nothing without dropout.
     #[inline(always)]
     pub(super) fn prepare(&mut self, a: &ScaledDotProduct, head: usize, keys: usize, queries: usize, lanes: usize) {
+        // Without keys there are no factors either, and rows of width 0 cannot be iterated.
         let Some(dropout) = a.dropout.as_ref().filter(|_| keys > 0) else { return };
         let (per_row, width) = (philox::padded(keys), keys.next_multiple_of(LANES));
         let kept = A::from_f64(dropout.scale);
         for (i, row) in self.rows.chunks_exact_mut(width).take(queries).enumerate() {
             let random = &self.random[(i * a.heads + head) * per_row..][..per_row];
             for (row, random) in row.chunks_exact_mut(philox::BLOCK).zip(random.chunks_exact(philox::BLOCK)) {
-                for (x, r) in row.iter_mut().zip(random) {
-                    *x = if *r >= dropout.threshold { kept } else { A::ZERO };
+                for (factor, random) in row.iter_mut().zip(random) {
+                    *factor = if *random >= dropout.threshold { kept } else { A::ZERO };
                 }
             }
         }
         transpose(&self.rows, queries, keys, width, &mut self.factors, lanes);
     }
 
-    /// Computes x ← M∘x.
+    /// Computes x ← M∘x, where M holds the factors of the last [`prepare`](Self::prepare).
     #[inline(always)]
     pub(super) fn apply(&self, a: &ScaledDotProduct, x: &mut [A]) {
         if a.dropout.is_some() {

@@ -38,11 +38,11 @@ fn or_ones<A: Accumulator>(weight: &[A], cols: usize) -> Vec<A> {
     }
 }
 
-/// Returns Σd and Σd² with d = x − guess, over all rows; threads share the work.
+/// Returns Σd and Σd² with d = x − guess, over all real rows; threads share the work.
 fn sums<E: Element>(cols: usize, x: &[E], pad: &[u8], guess: &[E::Acc]) -> (Vec<f64>, Vec<f64>) {
     let (mut sum, mut squares) = (memory::filled(0.0, guess.len()), memory::filled(0.0, cols));
-    parallel::sum_over_rows(x.len() / cols.max(1), cols, [&mut sum, &mut squares], |r, all, [sum, squares]| {
-        passes::sums::<E>(cols, &x[all], part(pad, &r), guess, sum, squares);
+    parallel::sum_over_rows(x.len() / cols.max(1), cols, [&mut sum, &mut squares], |rows, all, [sum, squares]| {
+        passes::sums::<E>(cols, &x[all], part(pad, &rows), guess, sum, squares);
     });
     (sum, squares)
 }
@@ -65,6 +65,7 @@ fn measure<E: Element>(norm: &ColumnNormKernel, cols: usize, x: &[E], pad: &[u8]
         sums
     };
     if !norm.centred {
+        // With an empty guess d is x, and the second sum is Σx².
         let square = mean_of(sums(cols, x, pad, &[]).1, count);
         let needs_all = release && !pad.is_empty();
         let square_of_all = needs_all.then(|| mean_of(sums(cols, x, &[], &[]).1, rows as f64));
@@ -112,6 +113,7 @@ fn over_ranks(batch: BatchStatistics, o: &ColumnOptions) -> Result<BatchStatisti
     let zeros = || memory::filled(0.0, cols);
     let mut merged = BatchStatistics { count, rows, mean: zeros(), square: zeros(), square_of_all: None };
     let mut square_of_all = zeros();
+    // The means of all ranks are the ranks' means, weighted by their shares of the rows.
     for (own_count, own_rows, parts) in &batches {
         let (share, share_of_all) = (own_count / count.max(1.0), own_rows / rows.max(1.0));
         for (to, (from, share)) in [&mut merged.mean, &mut merged.square, &mut square_of_all]
@@ -121,6 +123,7 @@ fn over_ranks(batch: BatchStatistics, o: &ColumnOptions) -> Result<BatchStatisti
             to.iter_mut().zip(from).for_each(|(to, from)| *to += share * from);
         }
     }
+    // A rank's square is about its own mean; about the common mean it is larger by the square of their distance.
     for (own_count, _, parts) in &batches {
         let own_means = parts.clone().next().unwrap_or(&[]);
         for ((square, mean), own_mean) in merged.square.iter_mut().zip(&merged.mean).zip(own_means) {
@@ -142,6 +145,7 @@ pub fn forward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews) -> Result<(
     let (y, out, mut state) = unsafe { (v.y.slice_mut::<E>(), v.stats.slice_mut::<E::Acc>(), v.state()) };
     if !v.given {
         let o = &v.options;
+        // Evaluation with running statistics does not need the batch's own.
         let batch = match o.train || state.first.is_empty() {
             true => over_ranks(measure(norm, cols, x, pad, o.release), o)?,
             false => BatchStatistics { mean: memory::filled(0.0, cols), ..BatchStatistics::default() },
@@ -151,12 +155,13 @@ pub fn forward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews) -> Result<(
     let (shift, scale) = (&out[..cols], &out[cols..2 * cols]);
     let (weight, zero) = (or_ones(weight, cols), memory::filled(E::Acc::ZERO, cols));
     let bias: &[E::Acc] = if bias.is_empty() { &zero } else { bias };
+    // PowerNorm's release mode normalises padding too.
     let pad = if v.options.release { &[] } else { pad };
     let shared = Shared::new(y);
-    parallel::over_rows(x.len() / cols.max(1), cols, |r, all| {
+    parallel::over_rows(x.len() / cols.max(1), cols, |rows, all| {
         // SAFETY: the ranges are disjoint and inside y.
         let y = unsafe { shared.slice(all.clone()) };
-        passes::normalise::<E>(cols, &x[all], part(pad, &r), shift, scale, &weight, bias, y);
+        passes::normalise::<E>(cols, &x[all], part(pad, &rows), shift, scale, &weight, bias, y);
     });
     Ok(())
 }
@@ -176,12 +181,13 @@ pub fn backward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews, d: &Column
     let stats = Stats::read::<E::Acc>(stats_rows, cols);
     let (shift, scale) = (as_acc::<E::Acc>(&stats.shift), as_acc::<E::Acc>(&stats.scale));
     let [mut sum, mut sum_x] = [(); 2].map(|()| memory::filled(0.0, cols));
-    parallel::sum_over_rows(x.len() / cols.max(1), cols, [&mut sum, &mut sum_x], |r, all, [sum, sum_x]| {
-        passes::gradient_sums::<E>(cols, &dy[all.clone()], &x[all], part(pad, &r), &shift, &scale, sum, sum_x);
+    parallel::sum_over_rows(x.len() / cols.max(1), cols, [&mut sum, &mut sum_x], |rows, all, [sum, sum_x]| {
+        passes::gradient_sums::<E>(cols, &dy[all.clone()], &x[all], part(pad, &rows), &shift, &scale, sum, sum_x);
     });
     for (out, sums) in [(dweight, &sum_x), (dbias, &sum)] {
         out.iter_mut().zip(sums).for_each(|(d, s)| *d = E::Acc::from_f64(*s));
     }
+    // dx or ν depends on the sums over all ranks only if x̂ uses the batch's own statistics, or ν is updated.
     if let (Some(ranks), true) = (o.ranks, stats.exact || (norm.approximate && o.train)) {
         let own = memory::collected(sum.iter().chain(&sum_x).copied());
         let totals: Vec<f64> = host("statistics", &ranks.sum(&Tensor::f_from_slice(&own)?)?)?;
@@ -200,7 +206,8 @@ pub fn backward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews, d: &Column
     Ok(())
 }
 
-/// Returns p, q and r of dx = p⊙dy − q⊙x̂ − r, and updates PowerNorm's ν in training.
+/// Returns p, q and r of dx = p⊙dy − q⊙x̂ − r, and updates PowerNorm's ν in training. With λ = w⊙Σ dy⊙x̂/rows and γ =
+/// mean x̂², the buffer e = ν/(1 − α_b) becomes e + λ − ν·γ.
 fn slopes<A: Accumulator>(
     norm: &ColumnNormKernel,
     stats: &Stats,

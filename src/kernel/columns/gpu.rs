@@ -225,6 +225,7 @@ impl Launcher {
         let (slab, slabs) = slabs(v.x.rows);
         let chunks = cols / vec;
         let length = if measures { partial_length(v.x.rows, cols.into()) } else { 0 };
+        // A block for each slab and each tile of 32 chunks; CUDA's grids have at most i32::MAX blocks.
         let blocks = i32::try_from(slabs * i64::from(chunks.div_ceil(32)));
         let blocks = blocks.map_err(|_| Error::Torch(format!("rows of {cols} numbers have no CUDA kernel")))?;
         Ok(Launcher {
@@ -253,7 +254,7 @@ impl Launcher {
         }
     }
 
-    /// Returns the grid in which each block processes 32 columns.
+    /// Returns the grid in which each block processes 32 columns, for the kernel that merges slabs.
     fn by_columns(&self) -> Grid {
         Grid { blocks: self.cols.div_ceil(32), threads: THREADS }
     }
@@ -349,12 +350,14 @@ pub fn forward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews)
 /// kernel may have written y; if so, the flag at [`Launcher::wrote`] is 1.
 fn settle(kernels: &Launcher, v: &ColumnViews) -> Result<bool> {
     let options = DeviceOptions::of(v);
+    // In training with running statistics y may not depend on the batch; the device decides whether it does.
     let writes = options.train && !v.first.is_absent();
     let [mut mean, mut square, mut square_of_all, mut count] = [null_mut::<f64>(); 4];
     let batch = room(kernels.device, &[4, v.stats.cols], Kind::Double)?;
     if !options.running {
         // SAFETY: there are four rows, and only the first number of the last one is used.
         let row = |i: usize| unsafe { batch.data_ptr().cast::<f64>().add(i * v.stats.cols()) };
+        // Without padding, the square of all rows is that of the real rows.
         (mean, square, square_of_all, count) = (row(0), row(1), row(1), row(3));
         // SAFETY: see `forward`; the rows of the batch have room for every column.
         unsafe { kernels.measure(v, kernels.rows, [mean, square, count], writes)? };
@@ -395,6 +398,7 @@ pub fn backward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews
     let (dy, x, stats) = (d.dy.data, v.x.data, v.stats.data);
     let [partial, slopes] = [&kernels.partial, &slopes].map(|room| room.data_ptr().cast::<u8>());
     let cols = kernels.cols as i32;
+    // A slab's partial result is Σdy per column, then Σdy⊙x̂ per column.
     let sums = [(0, &d.dbias), (cols, &d.dweight)];
     let sums = sums.map(|(first, sum)| Output { to: sum.data, first, dtype: sum.dtype });
     let updates_nu = norm.approximate && v.options.train;
@@ -417,6 +421,7 @@ pub fn backward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews
     // rows.
     unsafe {
         kernels.launch("columns_gradient_sums", kernels.tiled, &sums_of)?;
+        // Partial results follow each other without gaps, so their stride is their length.
         sum_partials(device, partial, kernels.slabs as i32, [2 * i64::from(cols); 2], &sums)?;
         kernels.launch("columns_slopes", ONE_BLOCK, &slopes_of)?;
         kernels.launch("columns_gradient", kernels.tiled, &Gradient { dy, x, rows, stats, slopes, dx })

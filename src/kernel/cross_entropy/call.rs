@@ -69,6 +69,7 @@ impl LossViews {
         let ignore = self.ignore_index;
         parallel::over_rows(n, cols, |r, all| {
             let targets = Targets { ids: &ids[r.clone()], ignore };
+            // `row` counts from the beginning of this range; of all ranges' rows the first is reported.
             if let Err(row) = rows(r.clone(), all, targets, mask) {
                 let mut first = bad.lock().unwrap_or_else(|e| e.into_inner());
                 *first = Some(first.map_or(r.start + row, |f| f.min(r.start + row)));
@@ -170,6 +171,7 @@ device_struct! {
 
 fn launch(device: Device, c: &LossViews, losses: &Losses, gradient: LogitGradient) -> Result<()> {
     const LANES: u32 = 256;
+    // `mode` is the number of K_GRADIENT. The gradient in place is written where the logits are.
     let (mode, dloss, dlogits, scale) = match gradient {
         LogitGradient::No => (0, View::ABSENT, View::ABSENT, View::ABSENT),
         LogitGradient::FromLse(dloss, dlogits) => (1, *dloss, *dlogits, View::ABSENT),

@@ -29,6 +29,7 @@ pub fn composed(
     }
     let log_p = z.f_log_softmax(-1, kind)?;
     let ignored = target.f_eq(ignore_index)?;
+    // Ignored rows gather column 0; their losses are replaced by 0 at the end.
     let mut target = target.f_masked_fill(&ignored, 0)?;
     let mut unknown = None;
     if target.device() != Device::Cpu {
@@ -42,6 +43,7 @@ pub fn composed(
     if let Some(unknown) = &unknown {
         nll = nll.f_masked_fill(unknown, f64::NAN)?;
     }
+    // Outside V_t log p is −∞, which must not enter the sum.
     let log_p = match &outside {
         Some(outside) => log_p.f_masked_fill(outside, 0.0)?,
         None => log_p,

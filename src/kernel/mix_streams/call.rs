@@ -34,7 +34,8 @@ pub fn forward(given: &Inputs, y: &View) -> Result<()> {
     })
 }
 
-/// Computes the gradients of the streams, of the added row and of the weights from `dy`.
+/// Computes the gradients of the streams, of the added row and of the weights from `dy`, and writes them to `to` in
+/// this order.
 pub fn backward(dy: &View, given: &Inputs, to: [&View; 3]) -> Result<()> {
     by_dtype!(given.streams, E => backward_typed::<E>(dy, given, to))
 }
@@ -45,6 +46,7 @@ fn backward_typed<E: Element>(dy: &View, given: &Inputs, [ds, da, dw]: [&View; 3
         let added = given.added.map(|row| row.slice::<E>());
         (dy.slice::<E>(), given.streams.slice::<E>(), added, given.weights.slice::<E::Acc>(), dw.slice_mut::<E::Acc>())
     };
+    // `over_positions` does nothing without columns, where ⟨dy_i, h_j⟩ is 0.
     if given.streams.cols == 0 {
         dw_all.fill(E::Acc::ZERO);
     }

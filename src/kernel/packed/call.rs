@@ -36,6 +36,7 @@ pub fn linear<A: Accumulator>(x: &Tensor, w: &PackedMatrix<A>) -> Result<Tensor>
         return Err(Error::Torch(format!("x has {k} columns of {got:?}, the packed matrix is ({n}, {wanted})")));
     }
     let x = x.f_reshape([-1, k].as_slice())?;
+    // Rows that are contiguous need not follow each other, so only other tensors are copied.
     let x = if View::of(&x).is_some() { x } else { x.f_contiguous()? };
     let n = w.columns();
     let y = Tensor::f_empty([x.size()[0], n as i64].as_slice(), (x.kind(), x.device()))?;

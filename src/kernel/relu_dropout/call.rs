@@ -42,10 +42,10 @@ fn forward_typed<E: Element>(x: &View, draw: &Draw, y: &View) -> Result<()> {
     // SAFETY: C++ gave a contiguous tensor of E and a fresh y of the same shape.
     let (x, y) = unsafe { (x.slice::<E>(), Shared::new(y.slice_mut::<E>())) };
     let dropout = draw.dropout();
-    parallel::over_rows(rows, cols, |r, all| {
+    parallel::over_rows(rows, cols, |rows, all| {
         // SAFETY: the ranges are disjoint and inside y.
         let y = unsafe { y.slice(all.clone()) };
-        forward_rows::<E>(cols, dropout.as_ref(), r.start, &x[all], y);
+        forward_rows::<E>(cols, dropout.as_ref(), rows.start, &x[all], y);
     });
     Ok(())
 }

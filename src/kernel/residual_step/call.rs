@@ -79,16 +79,16 @@ where
         (Shared::new(v.x_plus.slice_mut::<X>()), Shared::new(v.y.slice_mut::<Y>()), Shared::new(v.stats.slice_mut()))
     };
     let has_y = v.y.rows() > 0;
-    parallel::over_rows(rows, cols, |r, all| {
+    parallel::over_rows(rows, cols, |rows, all| {
         // SAFETY: the ranges are disjoint and inside x_plus, y (empty for a step without a norm) and stats.
         let (x_plus, y, stats) = unsafe {
             (
                 x_plus.slice(all.clone()),
                 if has_y { y.slice(all.clone()) } else { &mut [] },
-                stats.slice(parallel::numbers(&r, norm.stats)),
+                stats.slice(parallel::numbers(&rows, norm.stats)),
             )
         };
-        super::forward::<X, F, Y>(norm, &step, r.start, &x[all.clone()], &f[all], x_plus, y, stats);
+        super::forward::<X, F, Y>(norm, &step, rows.start, &x[all.clone()], &f[all], x_plus, y, stats);
     });
     Ok(())
 }
@@ -122,7 +122,7 @@ where
         unsafe { [g.dweight, g.dbias, g.dalpha, g.dbeta].map(|v| v.slice_mut()) };
     let mut curve_gradients = [X::Acc::ZERO; NUMBERS];
     let dnumbers = if norm.curve.is_some() { &mut curve_gradients[..] } else { &mut [] };
-    parallel::sum_over_rows(rows, cols, [dweight, dbias, dalpha, dbeta, dnumbers], |r, all, sums| {
+    parallel::sum_over_rows(rows, cols, [dweight, dbias, dalpha, dbeta, dnumbers], |rows, all, sums| {
         let [dweight, dbias, dalpha, dbeta, dnumbers] = sums;
         // Returns this range of a tensor, or an empty slice if the tensor is absent.
         fn part<T>(t: &[T], all: std::ops::Range<usize>) -> &[T] {
@@ -140,13 +140,13 @@ where
         super::backward::<X, F, Y>(
             norm,
             &step,
-            r.start,
+            rows.start,
             part(dx_plus, all.clone()),
             part(dy, all.clone()),
             &x_plus[all.clone()],
             part(x, all.clone()),
             part(f, all),
-            &stats[parallel::numbers(&r, norm.stats)],
+            &stats[parallel::numbers(&rows, norm.stats)],
             dx,
             df,
             &mut grads,

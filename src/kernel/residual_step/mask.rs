@@ -35,6 +35,7 @@ impl Mask {
     pub fn group(&mut self, g: usize) -> Bits<'_> {
         let dropout = self.dropout?;
         let (index, size) = (g % self.batch, self.group.size());
+        // The first group of a batch draws the bits of the whole batch. The last batch may have fewer groups.
         if index == 0 {
             let rows = size * self.batch.min(self.group.count() - g);
             fill(&dropout.stream, self.first_row + size * g, rows, self.cols, &mut self.bits);

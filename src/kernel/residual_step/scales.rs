@@ -59,7 +59,7 @@ impl<A: Accumulator> Scales<A> {
         let mut bits = Blocks::of(bits);
         let mut dx = BlocksMut::of(dx);
         let mut df = BlocksMut::of(df);
-        let mut done = 0;
+        let mut done = 0; // the number of blocks in earlier parts
         for part in 0..PARTS {
             let n = if has_dy { dy.len(part) } else { dx_plus.len(part) };
             // Tensors and parameters that are absent or not wanted have no blocks.
@@ -77,6 +77,7 @@ impl<A: Accumulator> Scales<A> {
             let dbeta = &mut self.dbeta.as_chunks_mut::<PAIR_LANES>().0[range_if(wants_dbeta)];
             done += n;
             for i in 0..n {
+                // G of each row: N′(dy) = p·(w⊙dy) + q·x̂ − r, then plus dx⁺.
                 let mut total = [[Of::<A, S>::zero(); 2]; GROUP];
                 if has_dy {
                     let w = if weighted { Of::<A, S>::pair(&weight[i]) } else { [Of::<A, S>::splat(A::ONE); 2] };

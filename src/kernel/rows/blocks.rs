@@ -94,6 +94,7 @@ impl Group {
         }
         let Range { start, end } = self.range(g);
         let rows = &all[start * self.cols..end * self.cols];
+        // All rows are spare or empty until the real ones replace them.
         let mut group = rows!(r => if r < self.size { spare } else { &[][..] });
         for (to, row) in group.iter_mut().zip(rows.chunks_exact(self.cols)) {
             *to = row;
@@ -160,7 +161,7 @@ impl<'a, E: Copy + Default> Blocks<'a, E> {
         Blocks { rows, rest: None }
     }
 
-    /// Returns each row's `n` blocks of this part.
+    /// Returns each row's `n` blocks of this part: none for rows that the instruction set does not process together.
     #[inline(always)]
     pub fn part<S: Isa>(&mut self, part: usize, n: usize) -> [&[[E; PAIR_LANES]]; GROUP] {
         if part == 0 || n == 0 {
@@ -184,7 +185,9 @@ impl<'a, E: Copy + Default> Blocks<'a, E> {
 /// A group of rows to write, in the parts of [`Blocks`].
 pub struct BlocksMut<'a, E> {
     whole: [&'a mut [[E; PAIR_LANES]]; GROUP],
+    /// The ends of the rows that fill no whole block.
     tails: [&'a mut [E]; GROUP],
+    /// The padded last block of each row, which a pass writes and [`finish`](Self::finish) copies to the tails.
     rest: Option<[[E; PAIR_LANES]; GROUP]>,
 }
 
@@ -197,7 +200,7 @@ impl<'a, E: Element> BlocksMut<'a, E> {
         BlocksMut { whole: [a.0, b.0, c.0, d.0], tails: [a.1, b.1, c.1, d.1], rest: None }
     }
 
-    /// Returns each row's `n` blocks of this part.
+    /// Returns each row's `n` blocks of this part: none for rows that the instruction set does not process together.
     #[inline(always)]
     pub fn part<S: Isa>(&mut self, part: usize, n: usize) -> [&mut [[E; PAIR_LANES]]; GROUP] {
         let counts = rows!(r => if r < S::ROWS { n } else { 0 });

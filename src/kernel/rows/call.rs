@@ -117,9 +117,9 @@ fn forward_typed<E: Element>(norm: &RowNormFns<E::Acc>, v: &RowViews) -> Result<
         return Ok(());
     }
     let eps = E::Acc::from_f64(v.eps);
-    parallel::over_rows(rows, cols, |r, all| {
+    parallel::over_rows(rows, cols, |rows, all| {
         // SAFETY: the ranges are disjoint and inside y and stats.
-        let (y, stats) = unsafe { (y.slice(all.clone()), stats.slice(parallel::numbers(&r, norm.stats))) };
+        let (y, stats) = unsafe { (y.slice(all.clone()), stats.slice(parallel::numbers(&rows, norm.stats))) };
         super::forward::<E>(norm, cols, &x[all], weight, bias, eps, y, stats);
     });
     Ok(())
@@ -147,10 +147,10 @@ fn backward_typed<E: Element>(norm: &RowNormFns<E::Acc>, v: &RowViews, g: &RowGr
         return Ok(());
     }
     let eps = E::Acc::from_f64(v.eps);
-    parallel::sum_over_rows(rows, cols, [dweight, dbias], |r, all, [dweight, dbias]| {
+    parallel::sum_over_rows(rows, cols, [dweight, dbias], |rows, all, [dweight, dbias]| {
         // SAFETY: the ranges are disjoint and inside dx.
         let dx = unsafe { dx.slice(all.clone()) };
-        let stats = &stats[parallel::numbers(&r, norm.stats)];
+        let stats = &stats[parallel::numbers(&rows, norm.stats)];
         super::backward::<E>(norm, cols, &dy[all.clone()], &x[all], weight, eps, stats, dx, dweight, dbias);
     });
     Ok(())

@@ -206,8 +206,9 @@ impl<'a, A: Accumulator> BendBack<'a, A> {
     ) {
         self.bend.compute_affines::<S, X>(x);
         let (cols, has_dx_plus) = (self.bend.cols, !dx_plus[0].is_empty());
-        let numbers = count * cols;
-        (self.bend.curve.slopes)(&mut self.bend.affines[..numbers], &mut self.slopes[..numbers]);
+        let real = count * cols;
+        // After this call `affines` holds f(z) instead of z, and `slopes` holds f′(z).
+        (self.bend.curve.slopes)(&mut self.bend.affines[..real], &mut self.slopes[..real]);
         let scale = Of::<A, S>::splat(self.bend.numbers[0]);
         let mut dy = Blocks::of(dy);
         let mut x = Blocks::of(x);
@@ -253,10 +254,11 @@ impl<'a, A: Accumulator> BendBack<'a, A> {
             }
         }
         dx.finish();
+        // Each row's terms of the gradients of scale, Σ u⊙x, and shift, Σ u.
         let sums = rows!(r => [sum_ux[r][0].add(sum_ux[r][1]).sum(), sum_u[r][0].add(sum_u[r][1]).sum()]);
-        for row in &sums[..count] {
-            self.dnumbers[0] += row[0];
-            self.dnumbers[1] += row[1];
+        for [dscale, dshift] in &sums[..count] {
+            self.dnumbers[0] += *dscale;
+            self.dnumbers[1] += *dshift;
         }
     }
 

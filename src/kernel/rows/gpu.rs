@@ -88,6 +88,7 @@ fn kind(parameter: &View) -> i32 {
 /// are the dtypes of x, f and y; `views` are all matrices that the kernel accesses.
 fn variant(r: &RowViews, backward: bool, types: [i32; 3], views: &[&View]) -> Result<(Layout, String, i32)> {
     let cols = columns(&r.x_plus)?;
+    // The bytes of the narrowest type; dtype 0 is f32, and the others have 16 bits.
     let bytes = if types == [0; 3] { 4 } else { 2 };
     let parameters = [&r.alpha, &r.beta, &r.weight, &r.bias];
     let layout = Layout::of(cols, bytes, aligned(views) && aligned(&parameters));
@@ -172,7 +173,9 @@ pub fn backward(device: Device, program: &'static Program, r: &RowViews, g: &Row
         most = cuda::blocks_at_once(device, program, &options, "rows_backward", layout.threads())?.min(blocks as u32);
     }
     let sums = workspace.as_ref().map_or(std::ptr::null_mut(), |room| room.data_ptr().cast::<f32>());
+    // Without columns no block runs, and `sum_partials` writes zeros.
     let grid = layout.grid(if chunks > 0 { r.x_plus.rows as u64 } else { 0 }, most);
+    // For each gradient, `partial` is its place in the workspace's first row, and `first` is its first column.
     let (mut partial, mut outputs, mut first) = ([std::ptr::null_mut(); 4 + NUMBERS], Vec::new(), 0);
     for k in order {
         // SAFETY: the workspace has a column for each number of each sum.

@@ -113,6 +113,7 @@ fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>;
             sums[r] = [sums[r][0].add(low), sums[r][1].add(high)];
         });
     }
+    // A row that is shorter than one block is padded with zeros, which must not count.
     let share = E::Acc::ONE / E::Acc::from_f64((n * PAIR_LANES).min(cols_usize) as f64);
     let about = rows!(r => sums[r][0].add(sums[r][1]).sum() * share);
     let shift = rows!(r => Of::<E::Acc, S>::splat(about[r]));
@@ -164,6 +165,7 @@ pub fn normalise<S: Isa, E: Element, Y: Element<Acc = E::Acc>, const C: bool>(
     let (mut weight, mut bias) = (weight.as_chunks::<PAIR_LANES>().0, bias.as_chunks::<PAIR_LANES>().0);
     for part in 0..PARTS {
         let n = x.len(part);
+        // w and c are the blocks of weight and bias in this part.
         let (x, y, w, c) = (x.part::<S>(part, n), y.part::<S>(part, n), &weight[..n], &bias[..n]);
         (weight, bias) = (&weight[n..], &bias[n..]);
         for b in 0..n {
@@ -200,6 +202,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
     /// Starts the sums at the values of `dweight` (empty if not wanted, or as long as `weight`) and `dbias` (empty, or
     /// one per column); [`finish`](Self::finish) writes the new sums.
     pub fn new(norm: &'a RowNormFns<A>, weight: &[A], cols: usize, eps: A, dweight: &[A], dbias: &[A]) -> Self {
+        // One number for several columns is a gain. For a single column it is the weight of that column.
         let (gain, dgain, weight, dweight) = match (weight, dweight) {
             ([gain], dgain) if cols > 1 => (*gain, dgain.first().copied().unwrap_or(A::ZERO), &[][..], &[][..]),
             _ => (A::ONE, A::ZERO, weight, dweight),
@@ -232,6 +235,8 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         let cols = A::from_f64(self.cols as f64);
         let mut row_gradients = [(Measured::NONE, RowGradient::NONE); GROUP];
         for r in 0..S::ROWS {
+            // The sums leave out the gain: Σdy⊙x̂ is its gradient, and the formula gets them multiplied by it. The
+            // second half leaves the gain out of g too, so p is multiplied by it.
             let (sum_g, sum_gx) = sums[r];
             self.dgain += sum_gx;
             let gradient = (self.norm.gradient)(rows[r], self.eps, cols, self.gain * sum_g, self.gain * sum_gx);
@@ -367,6 +372,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
     /// Writes the sums; a slice is empty if its gradient is not wanted.
     pub fn finish(&self, dweight: &mut [A], dbias: &mut [A]) {
         match dweight {
+            // A gain; see `new`.
             [dgain] if self.cols > 1 => *dgain = self.dgain,
             _ => dweight.copy_from_slice(&self.dcolumns[..dweight.len()]),
         }

@@ -30,6 +30,7 @@ fn over_matrices<E: Element>(dm: Option<&View>, logits: &View, to: &View, iterat
     if count == 0 {
         return Ok(());
     }
+    // A thread's backward pass keeps all these numbers for LANES matrices at a time, so large matrices may not fit.
     if dm.is_some() {
         let threads = parallel::threads().min(count.div_ceil(parallel::grain(cost)));
         let bytes = size_of::<E::Acc>() as u128 * (cost * LANES) as u128 * threads as u128;
@@ -50,6 +51,7 @@ fn over_matrices<E: Element>(dm: Option<&View>, logits: &View, to: &View, iterat
 /// Computes m in tch, in the type in which the logits are computed.
 pub fn composed(logits: &Tensor, iterations: i64, eps: f64) -> Result<Tensor> {
     let computing = if logits.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    // Divides by the sums over dimension `by`, plus ε.
     let divided = |m: &Tensor, by: i64| -> Result<Tensor> {
         Ok(m.f_div(&m.f_sum_dim_intlist([by].as_slice(), true, None::<Kind>)?.f_add_scalar(eps)?)?)
     };
