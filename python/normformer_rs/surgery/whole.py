@@ -100,7 +100,7 @@ class State:
     def _settle(self) -> None:
         """Completes the change or restores everything. Signals that arrive meanwhile are raised at the end."""
         try:
-            if threading.current_thread() is threading.main_thread():
+            if threading.current_thread() is threading.main_thread():  # only it may set handlers
                 for number in signal.valid_signals():
                     handler = signal.getsignal(number)
                     if callable(handler) and handler != self._defer:
@@ -108,10 +108,10 @@ class State:
                         signal.signal(number, self._defer)
             (self.finish or self.restore)()
         finally:
-            while self._handlers:
-                deferred, handler = next(iter(self._handlers.items()))
-                signal.signal(deferred, handler)
-                del self._handlers[deferred]
+            while self._handlers:  # an entry is removed only after its handler is back, in case of an interrupt
+                signal_number, handler = next(iter(self._handlers.items()))
+                signal.signal(signal_number, handler)
+                del self._handlers[signal_number]
         _raise(self._deferred)
 
     def _defer(self, number: int, _: FrameType | None) -> None:
