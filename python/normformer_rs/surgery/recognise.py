@@ -82,6 +82,7 @@ def examine(module: nn.Module) -> RecognisedNorm | str:
 def alike(module: nn.Module) -> Hashable:
     """Returns a key that is equal for modules of one class with equal attributes and parameter shapes, so that
     examining one of them is enough. A module with attributes other than numbers, strings and sizes is its own key."""
+    # the attributes beside those that every module has
     own = {name: value for name, value in vars(module).items() if name not in vars(_EMPTY)}
     is_plain = all(value is None or isinstance(value, int | float | str | torch.Size) for value in own.values())
     if original(type(module)) in _READERS or has_stateful_parts(module) or module._buffers or not is_plain:

@@ -254,7 +254,7 @@ class Record(TorchFunctionMode):
             given = [*tensors_in((args, kwargs))]
             if not self.within:
                 self.add(self.kinds[module], module, given, [key(t) for t in given], out)
-        if self.open and self.open[-1][0] is module:
+        if self.open and self.open[-1][0] is module:  # this module is the block whose call began last
             _, first, x, key_of_x, arguments = self.open.pop()
             like_x = (t for t in tensors_in(out) if t.shape == x.shape and t.is_floating_point())
             y = next(like_x, None)

@@ -294,6 +294,7 @@ def write(stream: Stream, f: Tensor) -> Stream:
     streams = run.residual.write(run.writes[number], stream.streams, run.as_rows(f, stream.shape_of_rows), following)
     plain = streams.x if streams.read is None else streams.read
     plain = run.shown(plain) if run.structure.has_channels_first else plain
+    # x of several streams (mixing) has other dimensions: f then stands in for a tensor of the block's shape
     plain = plain.reshape(f.shape) if plain.numel() == f.numel() else f.to(plain.dtype)
     return Stream.of(plain, run, streams, number + 1, None, stream.shape_of_rows)
 

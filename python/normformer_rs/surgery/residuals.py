@@ -221,7 +221,7 @@ def _plans(
     plans = []
     for group in groups:
         shape = shape_of(group.blocks[0])
-        if decoders:
+        if decoders:  # some blocks attend to an encoder's output, so the other ones are encoders
             encoder_group = group if not group.has_memory else (encoders or decoders)[0]  # encoders may differ in depth
             if depth is None:
                 encoder, decoder = encoder_group.depth, decoders[0].depth
@@ -557,6 +557,7 @@ def _exchange_parts(block: nn.Module, residual: BlockResidual, own: Any, edits: 
             drops = [residual._modules.get(f"dropout{i + 1}"), block.get_submodule(part.drop_path)]
             residual.add_module(f"dropout{i + 1}", nn.Sequential(*(one for one in drops if one is not None)))
     moves = [part.moves for part in parts if part.moves is not None]
+    # a registered block keeps its own dropouts in place, except those that move
     for path in [*dropouts, *paths] if own is None else moves:
         if not isinstance(dropout := block.get_submodule(path), nn.Identity):
             _put_everywhere(block, dropout, nn.Identity())

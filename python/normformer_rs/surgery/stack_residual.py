@@ -191,7 +191,7 @@ class StackResidual(Growing):
         combine: Any = self._modules.get("combine")
         if combine is not None:
             outputs = [y.to(x.dtype) for y in streams.outputs]
-            # x stands for the outputs of layers that did not run
+            # x stands for the outputs that are missing, such as those of layers that did not run
             outputs += [x] * (self.place.depth - len(outputs))
             x = combine(x, outputs, None)
         for at, s in zip(declared.streams, others):

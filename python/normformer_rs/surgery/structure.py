@@ -546,7 +546,9 @@ class _Reader:
         has_attention = any(matrix.heads for _, owner in self.matrices(nodes) if (matrix := self.roles.of(owner)))
         # if no attention was recognised, any linear layer that reads from outside the block counts
         first = next(iter(values if has_attention else layers), None)
-        return (None if first is None else names.get(first.inputs[0])), has_attention and bool(values)
+        argument = None if first is None else names.get(first.inputs[0])
+        attends_outside = has_attention and bool(values)
+        return argument, attends_outside
 
     def _without_adapters(self, path: str) -> str:
         """Returns the path of the layer that PEFT's adapter wraps if the linear layer at `path` is part of an adapter,
@@ -596,6 +598,7 @@ class _Reader:
             weights = [self._parameter(k, own) for k in node.inputs]
             if at in self.record.outputs_of_attention:
                 found |= {p for p in weights if p is self.record.outputs_of_attention[at]}
+            # an operation with a parameter, other than those that may follow the last matrix, is a product with it
             elif any(p is not None for p in weights) and node.what not in _ON_A_BRANCH:
                 found |= {p for p in weights if p is not None}
             elif node.what in _ON_A_BRANCH:
@@ -623,6 +626,7 @@ class _Reader:
         """Returns a branch's linear layers, its stacks of experts (parameters of three dimensions), both with the roles
         of their rows, and its kind: cross-attention, self-attention or feed-forward."""
         found = [(path, owner, matrix) for path, owner in self.matrices(nodes) if (matrix := self.roles.of(owner))]
+        # a matrix computes heads, or the last one reads attention's output or mixes tokens
         is_attention = reads_memory or any(
             matrix.heads or (owner in ends and (matrix.reads_attention or matrix.mixes)) for _, owner, matrix in found
         )

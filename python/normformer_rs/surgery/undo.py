@@ -233,7 +233,9 @@ def _adopt_settings(current: nn.Module, restored: nn.Module | None) -> None:
     restored.train(current.training)
     parameters = dict(current.named_parameters(recurse=False))
     for name, parameter in restored.named_parameters(recurse=False):
-        parameter.requires_grad_(parameters.get(name, next(iter(parameters.values()), parameter)).requires_grad)
+        # a parameter without a counterpart follows the first one of `current`, if there is any
+        fallback = next(iter(parameters.values()), parameter)
+        parameter.requires_grad_(parameters.get(name, fallback).requires_grad)
 
 
 def _unsupported(model: nn.Module) -> str:
