@@ -179,6 +179,7 @@ def _swap(
             rows.append(Row(group.names[i] or "(model)", old[i], f"{type(block).__name__}, {to}", note))
         rows += notes
     _try(model, look, seen if plans else {}, to)
+    # draw first values, and give the optimizer the new parameters
     drawn: list[nn.Parameter] = []
     for group, place in plans if init is not None else ():
         drawn += initialise(group, place, edits)
@@ -191,6 +192,7 @@ def _swap(
         how = {"swap_residuals": _plain(to, plans[0][1]), "depth": depth, **options}
         mark(model, "residual", str(to), edits, how)
     edits.done()
+    # list what stays, and warn
     for path, why in stacks.unknown.items() if plans else ():
         stays = model.get_submodule(path)
         kind = type(next(stays.children()) if isinstance(stays, LISTS) else stays)

@@ -204,8 +204,9 @@ class Trace(TorchFunctionMode):
         assert owner is not None
         sides = weight.shape[-2:]
         by_rows = name == "linear"  # its weight is (fan_out, fan_in)
+        fan_in_and_out = tuple(sides[::-1]) if by_rows else tuple(sides)
         # x·W, or linear(x, W): the output's columns are its last dimension
-        if others[0] < weights[0] and (x.shape[-1], out.shape[-1]) == (tuple(sides[::-1]) if by_rows else tuple(sides)):
+        if others[0] < weights[0] and (x.shape[-1], out.shape[-1]) == fan_in_and_out:
             is_transposed = is_exchanged == by_rows  # W is (fan_in, fan_out) here, except in linear
             return owner, x, out, False, is_transposed
         # W·x: the columns of x and of the output are their second last dimension

@@ -76,13 +76,13 @@ class Edits:
         """The model's state before the changes. None: the changes are complete."""
         self._before: dict[nn.Module, _Module] = {}
         self._after: dict[nn.Module, _Module] = {}
-        self._back: list[Callable[[], None]] = []
-        self._values: dict[Tensor, tuple[Tensor, bool]] = {}
+        self._back: list[Callable[[], None]] = []  # functions that `undo` calls, the last one first
+        self._values: dict[Tensor, tuple[Tensor, bool]] = {}  # as `State.values`
         self._written: list[tuple[Tensor, int | None]] = []
         """Each parameter and buffer with its checksum when the changes were complete."""
         self._places: list[tuple[Tensor, torch.device, torch.dtype]] = []
         """Each parameter with its device and dtype when the changes were complete."""
-        self._heirs: list[tuple[str, nn.Parameter, nn.Parameter]] = []
+        self._heirs: list[tuple[str, nn.Parameter, nn.Parameter]] = []  # (name, new parameter, old one)
 
     @property
     def title(self) -> str:

@@ -66,8 +66,8 @@ class State:
         self._records += [(HEIRS, t, [*HEIRS.get(t, ())]) for t in tensors.values()]
         self._random = _random_states(tensors.values())
         self._has_gradients = torch.is_grad_enabled()
-        self._handlers: dict[int, Any] = {}
-        self._deferred: list[int] = []
+        self._handlers: dict[int, Any] = {}  # number of a signal → its handler, which `_settle` replaces for a while
+        self._deferred: list[int] = []  # numbers of the signals that came meanwhile
         self.values: dict[Tensor, tuple[Tensor, bool]] = {}
         """For each tensor that is written in place, its value and `requires_grad` from before."""
         self.finish: Callable[[], None] | None = None
