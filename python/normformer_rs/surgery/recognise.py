@@ -82,6 +82,7 @@ def examine(module: nn.Module) -> RecognisedNorm | str:
 def alike(module: nn.Module) -> Hashable:
     """Returns a key that is equal for modules of one class with equal attributes and parameter shapes, so that
     examining one of them is enough. A module with attributes other than numbers, strings and sizes is its own key."""
+    # the attributes beside those that every module has
     own = {name: value for name, value in vars(module).items() if name not in vars(_EMPTY)}
     is_plain = all(value is None or isinstance(value, int | float | str | torch.Size) for value in own.values())
     if original(type(module)) in _READERS or has_stateful_parts(module) or module._buffers or not is_plain:
@@ -103,7 +104,7 @@ def looks_like_a_norm(module: nn.Module) -> bool:
     and spectral norms do not count, since they change another layer's weight."""
     is_scripted = isinstance(module, torch.jit.ScriptModule)
     name = str(module.original_name) if is_scripted else type(module).__name__
-    is_named_so = re.search("norm(?!al|ed)", name, re.IGNORECASE) is not None
+    is_named_so = re.search("norm(?!al|ed)", name, re.IGNORECASE) is not None  # not Normalize or Normed
     is_leaf = {name for name, _ in module.named_children()} <= {"parametrizations"}
     changes_weights = type(module).__module__.startswith("torch.nn.utils") and not is_parametrized(module)
     return is_named_so and is_leaf and not changes_weights
@@ -148,10 +149,10 @@ def _by_convention(module: nn.Module, width: int, computes: str, by_order: bool 
     missing, the parameters' order decides. `by_order=False`: only names decide, since other parameters enter x̂. A
     PRepBN, which fades from a norm of rows to another norm, counts as that norm of rows."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
-    others = names if by_order else []
+    candidates = names if by_order else []
     usual = [f"row_{name}" if isinstance(module, nfnn.PRepBN) else name for name in ("weight", "bias")]
-    gain = usual[0] if usual[0] in names else next((name for name in others if name != "bias"), None)
-    bias = usual[1] if usual[1] in names else next((name for name in others if name != gain), None)
+    gain = usual[0] if usual[0] in names else next((name for name in candidates if name != "bias"), None)
+    bias = usual[1] if usual[1] in names else next((name for name in candidates if name != gain), None)
     kind = KINDS[computes]
     offset, factor = 0.0, 1.0
     if issubclass(kind, RowNorm) and gain is not None:

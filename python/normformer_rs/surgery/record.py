@@ -128,10 +128,10 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     if type(value) is dict:
         return {key: change(one) for key, one in value.items()}
     if isinstance(value, Mapping):
-        made = copy.copy(value)
+        new = copy.copy(value)
         for key in value:
-            made[key] = change(value[key])  # type: ignore[index]
-        return made
+            new[key] = change(value[key])  # type: ignore[index]
+        return new
     return value
 
 
@@ -156,7 +156,8 @@ class Record(TorchFunctionMode):
         self.returned: set[Key] = set()
         """The tensors that the run returned."""
         self.open: list[tuple[nn.Module, int, Tensor, Key, dict[Key, str]]] = []
-        """The calls of blocks that have not returned yet, the innermost last."""
+        """The calls of blocks that have not returned yet, the innermost last: (block, number of nodes before the call,
+        its input on the stream, that input's key, `Call.arguments`)."""
         self.within = 0
         """How many modules that count as one operation are running. Operations inside them are not recorded."""
         self.alive: list[Any] = []  # keeps tensors alive, so that no identity is used twice
@@ -167,7 +168,7 @@ class Record(TorchFunctionMode):
         if self.within:
             return func(*args, **(kwargs or {}))
         given = [*tensors_in(args), *tensors_in(kwargs or {})]
-        before = [key(t) for t in given]
+        before = [key(t) for t in given]  # an in-place operation changes these keys
         out = func(*args, **(kwargs or {}))
         is_ours = func is RESIDUAL
         name = str(func) if is_ours else getattr(func, "__name__", "")
@@ -177,6 +178,7 @@ class Record(TorchFunctionMode):
             name = "transpose_last"
         elif name == "__getitem__" and takes_all(args[1]) and out.shape == args[0].shape:
             name = "alias"
+        # one tensor times or divided by one number
         factor = numbers[0] if name in TIMES and len(given) == 1 and len(numbers) == 1 else None
         if factor is not None and "div" in name:
             factor = 1 / factor if factor else None
@@ -195,6 +197,7 @@ class Record(TorchFunctionMode):
             return
         self.alive += [given, made]
         outputs = tuple(map(key, made))
+        # in evaluation mode, dropout may return its input itself
         if what in ("dropout", "drop_path") and module is not None and outputs[0] in keys:
             self.dropped.setdefault(outputs[0], []).append(module)
         self.made |= dict.fromkeys((k for k in outputs if k not in keys), len(self.nodes))
@@ -215,13 +218,14 @@ class Record(TorchFunctionMode):
     def derives(self, x: Key, y: Key | None) -> bool:
         """Returns whether the run computed the tensor x from the tensor y."""
         todo = [x]
-        for at in each_once(todo):
+        for at in each_once(todo):  # also yields the keys that the loop appends to `todo`
+            identity, version = at
             if at == y:
                 return True
             if at in self.made:
                 todo += self.nodes[self.made[at]].inputs
-            elif at[1] > 0:  # an operation that returns nothing wrote it, as x[0] = … does
-                todo.append((at[0], at[1] - 1))
+            elif version > 0:  # an operation that returns nothing wrote it, as x[0] = … does
+                todo.append((identity, version - 1))
         return False
 
     # Hooks of modules.
@@ -250,13 +254,13 @@ class Record(TorchFunctionMode):
             given = [*tensors_in((args, kwargs))]
             if not self.within:
                 self.add(self.kinds[module], module, given, [key(t) for t in given], out)
-        if self.open and self.open[-1][0] is module:
-            _, first, x, at, arguments = self.open.pop()
-            same = (t for t in tensors_in(out) if t.shape == x.shape and t.is_floating_point())
-            y = next(same, None)
+        if self.open and self.open[-1][0] is module:  # this module is the block whose call began last
+            _, first, x, key_of_x, arguments = self.open.pop()
+            like_x = (t for t in tensors_in(out) if t.shape == x.shape and t.is_floating_point())
+            y = next(like_x, None)
             self.alive.append(y)
-            made = None if y is None else key(y)
-            call = Call(first, len(self.nodes), at, tuple(x.shape), made, arguments)
+            key_of_y = None if y is None else key(y)
+            call = Call(first, len(self.nodes), key_of_x, tuple(x.shape), key_of_y, arguments)
             self.calls.setdefault(module, []).append(call)
 
 
@@ -275,7 +279,7 @@ def _named(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         given = inspect.signature(block.forward).bind(*args, **kwargs).arguments
     except TypeError:
         return {}
-    flat = {**given, **given.pop("kwargs", {})}
+    flat = {**given, **given.pop("kwargs", {})}  # arguments that the signature takes as **kwargs have names, too
     return {key(t): name for name, value in flat.items() for t in tensors_in(value)}
 
 
@@ -296,7 +300,7 @@ def _counts_as(module: nn.Module) -> str | None:
         return "embedding"
     if isinstance(module, nn.modules.conv._ConvNd):
         return "conv"
-    if next(module.children(), None) is not None:
+    if next(module.children(), None) is not None:  # of the others with children, only norms count as one operation
         return "norm" if not has_stateful_parts(module) and is_norm(module) else None
     if re.search("drop_?path|stochastic_?depth", kind, re.IGNORECASE):
         return "drop_path"

@@ -45,7 +45,7 @@ def refuse(group: Group, place: Place, to: Any) -> None:
             f"{group.path} has another residual scheme of normformer_rs already: take that swap back with its undo(), "
             f"or build the layers with residual={to!r}"
         )
-    takes = any(layer.takes for layer in place.declared.layers)
+    takes = any(layer.takes for layer in place.declared.layers)  # a layer reads what an earlier one has kept
     joins_layers = place.declared.combine or place.declared.streams or place.declared.mixing or takes
     is_torchs = isinstance(group.blocks[0], tuple(TORCHS))
     if joins_layers and (
@@ -104,6 +104,7 @@ def refuse_roles(group: Group, init: str | None) -> None:
 def _refuse_shared(group: Group, place: Place, to: Any) -> None:
     """Raises InputError if layers share a block and the scheme treats layers differently, or if the scheme has
     something for a whole pass through the stack, and its begin and end are not seen."""
+    # the distinct layers of the scheme; being the last one is no difference
     layers = {repr(layer).replace("last=True", "last=False") for layer in place.declared.layers}
     growth = place.declared.growth is not None and place.declared.growth.by_layer
     shared = next((b for b in group.blocks if structure_of(b).calls > 1), None)
@@ -118,6 +119,7 @@ def _refuse_shared(group: Group, place: Place, to: Any) -> None:
             f"{group.path}: choose a scheme whose layers are alike"
         )
     passes = max(structure_of(block).passes for block in group.blocks)
+    # whether the scheme does more after the last layer than the norm that the model has there
     own_end = any(change.kind != "norm" or group.end is None for change in place.declared.end)
     if group.runs != passes and (place.declared.begin or own_end or StackResidual.carries_more(place)):
         raise InputError(
@@ -142,6 +144,7 @@ def _refuse_inside(group: Group, place: Place, to: Any) -> None:
             )
         for part, sublayer in zip(parts_of(block), place.at(i).sublayers):
             for point in sublayer.inside:
+                # no hook reaches queries, keys and values unless known columns of one layer's output hold them
                 is_hidden = point in PROJECTIONS and projected(block, part, point, place.config.heads) is None
                 if is_hidden or (point in BEFORE_PRODUCTS and point not in PROJECTIONS):
                     raise InputError(

@@ -39,7 +39,8 @@ class Pass:
         self.residual, self.writes, self.structure = residual, writes, structure
         kept = [i for i, sublayer in enumerate(structure.writes) if sublayer in writes]
         self.recorded = (*kept, len(structure.writes))
-        """The position in `structure.writes` of each addition of this call, which may leave sublayers out."""
+        """The position in `structure.writes` of each addition of this call, which may leave sublayers out. The last
+        entry is for operations after all additions."""
         self.became: tuple[Tensor, Stream] | None = None
         """If the block added the stream to a branch in place: the branch, and the stream after the addition."""
         self.is_over = False
@@ -117,8 +118,10 @@ class Stream(Tensor):
             if name in ADDITIONS and (added := _added(args, kwargs)) is not None:
                 stream, f = added
                 made = write(stream, f)
+                # f.add_(stream) leaves f in the block's variables, and f is the stream from now on
                 stream.under_way.became = (f, made) if name == "add_" and args[0] is f else None
                 return made
+            # the block's own factor on x is left out
             if name in TIMES and args and isinstance(args[0], Stream) and _goes_on(*args):
                 return args[0]
             if name in _REARRANGES and args and isinstance(args[0], Stream):
@@ -140,7 +143,8 @@ def _goes_on(stream: Stream, *factors: Any) -> bool:
 def _value(x: Tensor, run: Pass, streams: Streams, written: int, parallel: Tensor | None) -> Tensor:
     """Returns the tensor that the sublayer under way reads if it reads the stream directly; x if it reads through one
     of the block's norms."""
-    if written >= len(run.writes) or parallel is not None or run.residual.parts[run.writes[written]].before is not None:
+    is_after_last = written >= len(run.writes)
+    if is_after_last or parallel is not None or run.residual.parts[run.writes[written]].before is not None:
         return x
     value = run.residual.read(run.writes[written], streams, None)
     value = run.shown(value) if run.structure.has_channels_first else value
@@ -201,10 +205,12 @@ def _added(args: Any, kwargs: Any) -> tuple[Stream, Tensor] | None:
     if len(args) != 2 or {*kwargs} - {"alpha"} or not all(isinstance(a, Tensor) for a in args):
         return None
     streams = [a for a in args if isinstance(a, Stream)]
+    # alpha multiplies the second operand
     alpha = kwargs.get("alpha", 1)
     if len(streams) != 1 or streams[0].under_way.only_reads(streams[0].written):
         return None
-    if args[0].shape != args[1].shape or (alpha != 1 and args[1] is streams[0]):
+    is_broadcast = args[0].shape != args[1].shape
+    if is_broadcast or (alpha != 1 and args[1] is streams[0]):
         return None
     f = args[1] if args[0] is streams[0] else args[0]
     return streams[0], f if alpha == 1 else alpha * f
@@ -225,6 +231,7 @@ def _rearranged(func: Any, args: Any, kwargs: Any) -> Stream | None:
         return None
     streams, shape, value = stream.streams, stream.shape_of_rows, None
     if name == "transpose":
+        # the last dimension must stay the width, and the scheme's tensors must have the dimensions of x
         if shape != x.shape or any(d % x.dim() == x.dim() - 1 for d in args[1:3]) or len(args) != 3:
             return None
         new_x, *others = (func(t, *args[1:], **kwargs) for t in (streams.x, *streams.others, *streams.outputs))
@@ -234,7 +241,7 @@ def _rearranged(func: Any, args: Any, kwargs: Any) -> Stream | None:
             unwritten = tuple(func(t, *args[1:], **kwargs) for t in streams.unwritten)
             streams = streams._replace(read=made, unwritten=unwritten)
         shape, value = made.shape, func(_numbers(stream), *args[1:], **kwargs)
-    elif made.shape != x.shape:
+    elif made.shape != x.shape:  # the scheme's tensors keep their shape, to which `write` reshapes the branch
         if name not in _SHAPES or made.shape[-1:] != x.shape[-1:] or made.numel() != x.numel():
             return None
         value = _numbers(stream).reshape(made.shape)
@@ -280,12 +287,14 @@ def write(stream: Stream, f: Tensor) -> Stream:
             f"{run.residual.described()} adds to its residual stream more often than in the run that it was swapped by"
         )
     f = f if stream.parallel is None else stream.parallel + f
+    # if the next branch belongs to the same sublayer, the scheme gets their sum
     if number + 1 < len(run.writes) and run.writes[number + 1] == run.writes[number]:
         return Stream.of(bare(stream), run, stream.streams, number + 1, f, stream.shape_of_rows)
     following = run.writes[number + 1] if number + 1 < len(run.writes) else None
     streams = run.residual.write(run.writes[number], stream.streams, run.as_rows(f, stream.shape_of_rows), following)
     plain = streams.x if streams.read is None else streams.read
     plain = run.shown(plain) if run.structure.has_channels_first else plain
+    # x of several streams (mixing) has other dimensions: f then stands in for a tensor of the block's shape
     plain = plain.reshape(f.shape) if plain.numel() == f.numel() else f.to(plain.dtype)
     return Stream.of(plain, run, streams, number + 1, None, stream.shape_of_rows)
 

@@ -138,6 +138,7 @@ def _swap(
     plans = [(g, place) for g, place in _plans(stacks.groups, to, depth, init, options) if not _has(g, place)]
     runs = stacks.run is not None and plans and not any(p.is_meta for p in model.parameters())
     look = functools.partial(observe, model, stacks.run, [group for group, _ in plans])
+    # what the model returns before the swap, for the proof and for `_try`
     seen = in_both_modes(look) if runs else {}
     plans = _proven(model, stacks, plans, look, seen)
     for group, place in plans:
@@ -150,8 +151,10 @@ def _swap(
             f"{edits.title} would draw first values for linear layers of {type(model).__name__} that look trained "
             f'({learned}): give init=None to keep their weights, or init="scheme" to draw them'
         )
+    # from here on the model changes
     title, before = edits.title, dict(model.named_parameters())
     rows, existing = [], {*model.modules(), *before.values()}
+    # new norms get the options of the block's first one, which the conversion may remove
     likes = [_first_norm(group) for group, _ in plans]
     for (group, place), like in zip(plans, likes):
         old = [type(block).__name__ for block in group.blocks]
@@ -163,23 +166,25 @@ def _swap(
         for i, block in enumerate(group.blocks):
             drawn_note = f"init {place.declared.init}, {count_weights(block)} weights drawn"
             note = "weights kept" if init is None else drawn_note
-            if init is not None and (names := _unreached(group, i)):
-                note += f", not {', '.join(names[:3])}{', …' * (len(names) > 3)}"
+            if init is not None and (stay := _unreached(group, i)):
+                note += f", not {', '.join(stay[:3])}{', …' * (len(stay) > 3)}"
             note += "" if place.declared.has_biases else ", biases held at zero"
             parts = [] if type(block) in TORCHS else parts_of(block)
             removed = [f"the branch's factor {part.beta:g}" for part in parts if part.beta != 1.0]
             removed += [path for part in parts for path in part.scales]
             note += f", {removed[0]} gone" if removed else ""
+            # the first of several equal blocks is described for all
             if parts and (i == 0 or parts != parts_of(group.blocks[i - 1])):
                 note += f"; {'; '.join(map(str, parts))}"
             rows.append(Row(group.names[i] or "(model)", old[i], f"{type(block).__name__}, {to}", note))
         rows += notes
     _try(model, look, seen if plans else {}, to)
+    # draw first values, and give the optimizer the new parameters
     drawn: list[nn.Parameter] = []
     for group, place in plans if init is not None else ():
         drawn += initialise(group, place, edits)
         for layer in group.blocks:
-            if isinstance(layer, Layer):
+            if isinstance(layer, Layer):  # a later reset draws the scheme's values, too
                 layer.keeps_torchs_values = False
     drawn += [p for group, place in plans if not place.declared.has_biases for p in silence_biases(group, edits)]
     _repoint(optimizer, [group for group, _ in plans], before, dict(model.named_parameters()), drawn)(edits)
@@ -187,6 +192,7 @@ def _swap(
         how = {"swap_residuals": _plain(to, plans[0][1]), "depth": depth, **options}
         mark(model, "residual", str(to), edits, how)
     edits.done()
+    # list what stays, and warn
     for path, why in stacks.unknown.items() if plans else ():
         stays = model.get_submodule(path)
         kind = type(next(stays.children()) if isinstance(stays, LISTS) else stays)
@@ -217,7 +223,7 @@ def _plans(
     plans = []
     for group in groups:
         shape = shape_of(group.blocks[0])
-        if decoders:
+        if decoders:  # some blocks attend to an encoder's output, so the other ones are encoders
             encoder_group = group if not group.has_memory else (encoders or decoders)[0]  # encoders may differ in depth
             if depth is None:
                 encoder, decoder = encoder_group.depth, decoders[0].depth
@@ -277,9 +283,8 @@ def _kinds(group: Group) -> tuple[str, ...] | None:
     """Returns the kinds of the sublayers in the group's blocks. None: they are a Transformer's usual ones. A sublayer
     that is attention in some blocks and something else in others counts as attention."""
     of_blocks = [[part.kind for part in parts_of(block)] for block in group.blocks]
-    kinds = tuple(
-        min(some, key=["cross-attention", "self-attention", "feed-forward"].index) for some in zip(*of_blocks)
-    )
+    by_priority = ["cross-attention", "self-attention", "feed-forward"]
+    kinds = tuple(min(kinds_at_place, key=by_priority.index) for kinds_at_place in zip(*of_blocks))
     return None if kinds in _USUAL else kinds
 
 
@@ -310,7 +315,7 @@ def _take_over_options(stack: nn.Module, existing: set[Any], like: nn.Module) ->
     def options_of(norm: Any) -> dict[str, Any]:
         return {name: getattr(norm, name) for name in norm.declared.options}
 
-    if not isinstance(getattr(like, "declared", None), NormSpec):
+    if not isinstance(getattr(like, "declared", None), NormSpec):  # it is none of this package's norms
         return
     alike = [
         (p, name, child) for p in stack.modules() for name, child in p._modules.items() if type(child) is type(like)
@@ -322,9 +327,9 @@ def _take_over_options(stack: nn.Module, existing: set[Any], like: nn.Module) ->
         size = getattr(norm, "normalized_shape", None) or norm.num_features
         new: Any = type(norm)(size, **options, device=first.device, dtype=first.dtype)
         for leaf, parameter in norm._parameters.items():
-            if parameter is None:
+            if parameter is None:  # the scheme's norm has no such parameter
                 new.register_parameter(leaf, None)
-        if hasattr(norm, "first_scale"):
+        if hasattr(norm, "first_scale"):  # the scheme scales the first values of its gain
             new.first_scale = norm.first_scale
             new.reset_parameters()
         setattr(parent, name, new.train(norm.training))
@@ -423,6 +428,7 @@ def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> l
     notes: list[Row] = []
     holder = None if isinstance(group.holder, LISTS) else group.holder
     has_end = any(change.kind == "norm" for change in place.declared.end)
+    # a model's own pre-norm blocks without a last norm do not get one from the same scheme
     stays_without_end = place.config.residual == "prenorm" and group.end is None and _is_prenorm(group)
     stack = StackResidual(place, group.blocks, has_end and (group.end is not None or stays_without_end))
     structures = [structure_of(block) for block in group.blocks]
@@ -457,7 +463,7 @@ def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> l
         identity = nn.Identity()
         edits.succeed(group.end.norm, identity)
         _put(group.end.owner, group.end.name, identity)
-    if group.end is not None and holder is not None and group.loop is None:
+    if group.end is not None and holder is not None and group.loop is None:  # the case that has set `calls`
         edits.afterwards(group.end.norm.register_forward_pre_hook(calls.before_norm).remove)
     return notes
 
@@ -493,6 +499,7 @@ def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) 
         reclass(site, kind)
         site.__dict__["block_of"] = (block,)
     _exchange_parts(block, residual, own, edits)
+    # the second name, if the block has an attribute of the first name
     setattr(block, NAMES[hasattr(block, NAMES[0])], residual)
     for handle in residual.follow_calls():
         edits.afterwards(handle.remove)
@@ -514,6 +521,7 @@ def _convert_loop(
         reclass(norm, converted_class(original(type(norm)), StreamNorm))
         end = next(path for path, module in loop.named_modules() if module is norm)
     reclass(loop, converted_class(original(type(loop)), StreamBlock))
+    # the second name, if the loop has an attribute of the first name
     setattr(loop, NAMES[hasattr(loop, NAMES[0])], LoopResidual(loop, residuals, stack, end))
 
 
@@ -525,6 +533,7 @@ def _exchange_parts(block: nn.Module, residual: BlockResidual, own: Any, edits: 
     norms = [path for part in parts for path in part.norms()]
     dropouts = [part.dropout for part in parts if part.dropout is not None and _is_module(block, part.dropout)]
     paths = [part.drop_path for part in parts if part.drop_path is not None]
+    # the form that the blocks already have (OwnForm) keeps their factors
     scales = [path for part in parts for path in part.scales if not isinstance(residual.place.config.residual, OwnForm)]
     moved = {block.get_submodule(path) for path in (*norms, *dropouts, *paths)}
     names = [name for name, module in block.named_modules(remove_duplicate=False) if module in moved]
@@ -534,7 +543,7 @@ def _exchange_parts(block: nn.Module, residual: BlockResidual, own: Any, edits: 
         residual.add_module(name, block.get_submodule(path))
     for path in dict.fromkeys(norms):
         norm = block.get_submodule(path)
-        if not residual.uses(path):
+        if not residual.uses(path):  # the scheme has no norm there
             reads = any(path in (part.before, *part.twins) for part in parts)
             _put_everywhere(block, norm, _identity_for(norm, reads))
         elif own is None:
@@ -542,7 +551,7 @@ def _exchange_parts(block: nn.Module, residual: BlockResidual, own: Any, edits: 
             reclass(norm, converted_class(original(type(norm)), StreamNorm))
     for path in scales:
         _put(block, path, nn.Identity())
-    for i, part in enumerate(parts):
+    for i, part in enumerate(parts):  # stochastic depth runs after the sublayer's dropout, if it has one
         drop = part.dropout
         if drop is not None and _is_module(block, drop) and (own is None or part.moves is not None):
             residual.add_module(f"dropout{i + 1}", block.get_submodule(drop))
@@ -550,6 +559,7 @@ def _exchange_parts(block: nn.Module, residual: BlockResidual, own: Any, edits: 
             drops = [residual._modules.get(f"dropout{i + 1}"), block.get_submodule(part.drop_path)]
             residual.add_module(f"dropout{i + 1}", nn.Sequential(*(one for one in drops if one is not None)))
     moves = [part.moves for part in parts if part.moves is not None]
+    # a registered block keeps its own dropouts in place, except those that move
     for path in [*dropouts, *paths] if own is None else moves:
         if not isinstance(dropout := block.get_submodule(path), nn.Identity):
             _put_everywhere(block, dropout, nn.Identity())
@@ -595,6 +605,7 @@ def _repoint(
     one. A vector joins the group of a vector, since groups of norms, gains and biases often have no weight
     decay. Among the candidates, the nearest by path is chosen."""
     known, kept = {*before.values()}, {*after.values()}
+    # old parameter → the (name, parameter) pairs in its place: itself, if it stays, and the new ones that join it
     exchange: Exchange = {p: [] for p in known - kept}
     names = {p: name for name, p in before.items()}
     for name, p in after.items():

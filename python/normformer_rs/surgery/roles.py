@@ -22,6 +22,7 @@ from .spec import Rows
 from .trace import Attention, Owner, Product, Trace, leaves_of
 
 _RUNS = 4
+"""How often the run is repeated with scaled outputs."""
 
 
 class Matrix(NamedTuple):
@@ -103,10 +104,12 @@ class _Reader:
         self.owned: dict[int, list[set[tuple[Any, int | None]]]] = {}
         """For each product's number, the (role, head) pairs found for each row of its matrix."""
         self.unclear: set[int] = set()
+        """Numbers of the products with one factor of a gated feed-forward, where it is unknown which factor."""
         self.tested: set[int] = set()
         """Numbers of the products whose inputs combine several outputs of earlier matrices in each column."""
         self.heads: dict[int, int] = {}
         self.factors: dict[int, float] = {}
+        """For each product's number, `Matrix.heads` and `Matrix.factor` of its matrix."""
 
     def read(self, again: Callable[[Any], Trace | None]) -> dict[Owner, Matrix]:
         """Returns the roles. `again`: repeats the run with some outputs scaled (see `find_roles`)."""
@@ -118,13 +121,13 @@ class _Reader:
             behind = leaves_of(product.x) if product.owner in self.writers else set()
             reads_attention = bool(behind & self.run.attended)
             matrix = Matrix(
-                _runs(self.owned.get(i, ())),
-                self.heads.get(i),
-                reads_attention,
-                i in self.tested and not reads_attention and self._mixes(product, behind),
-                i in self.unclear,
-                self.factors.get(i, 1.0),
-                product.is_transposed,
+                rows=_runs(self.owned.get(i, ())),
+                heads=self.heads.get(i),
+                reads_attention=reads_attention,
+                mixes=i in self.tested and not reads_attention and self._mixes(product, behind),
+                is_unclear=i in self.unclear,
+                factor=self.factors.get(i, 1.0),
+                is_transposed=product.is_transposed,
             )
             found[product.owner] = _joined(found.get(product.owner), matrix)
         return found
@@ -160,11 +163,14 @@ class _Reader:
             return
         for (role, heads), width in zip(found.items(), (one.q.shape[-1], one.k.shape[-1], one.v.shape[-1])):
             for i, sets in heads.items():
-                are_disjoint = sum(map(len, sets)) == len(set[int]().union(*sets)) and len(sets[0]) <= width
+                # a row belongs to one head only if the sets are disjoint and no larger than a head
+                are_disjoint = sum(map(len, sets)) == len(set[int]().union(*sets))
+                are_heads = are_disjoint and len(sets[0]) <= width
                 for head, rows in enumerate(sets):
-                    self._own(i, rows, role, head if are_disjoint else None)
+                    self._own(i, rows, role, head if are_heads else None)
         queries, keys = found["query"], found["key"]
         query_rows = [set[int]().union(*sets) for sets in queries.values()]
+        # the rows that compute queries, by d_head; it is unknown if several matrices compute them
         count = len(query_rows[0]) // one.q.shape[-1] if len(query_rows) == 1 else 0
         for i in {i for heads in found.values() for i in heads}:
             self.heads[i] = max(1, count)
@@ -196,14 +202,15 @@ class _Reader:
         last = x[..., -1, :]
         inside = {id(p.leaf) for p in self.run.products if p.owner in self.writers[product.owner]}
         found = self._reached((last * self._weights(last)).sum(), behind & inside)
-        alike = [g for g in found.values() if g.dim() == x.dim() and g.shape[-2] == x.shape[-2]]
-        return any(bool((g[..., :-1, :] != 0).any()) for g in alike)
+        with_equal_rows = [g for g in found.values() if g.dim() == x.dim() and g.shape[-2] == x.shape[-2]]
+        return any(bool((g[..., :-1, :] != 0).any()) for g in with_equal_rows)
 
     # Feed-forwards.
 
     def _feed_forwards(self, again: Callable[[Any], Trace | None]) -> None:
         """Finds the matrices that a feed-forward's last matrix reads, and distinguishes fc1 from the gate. If the last
         matrix reads attention's output, the other factor of its input is attention's output gate."""
+        # (number of a last matrix's product, number of each product it reads → derivative, weights of the derivative)
         tested: list[tuple[int, dict[int, Tensor], Tensor]] = []
         for i, product in enumerate(self.run.products):
             if product.owner not in self.writers or not product.x.requires_grad:
@@ -214,7 +221,9 @@ class _Reader:
             found = self._reached((product.x * weights).sum(), inside)
             attends = bool(behind & self.run.attended)
             found = {j: g for j, g in found.items() if attends or j not in self.heads}
-            if sum(g.shape[-1] for g in found.values()) == product.x.shape[-1] and not attends:
+            # a product of two factors would read twice as many rows as the input has columns
+            is_one_factor = sum(g.shape[-1] for g in found.values()) == product.x.shape[-1]
+            if is_one_factor and not attends:
                 for j, g in found.items():  # all rows: a zero derivative may only mean that ReLU returned 0
                     self._own(j, range(g.shape[-1]), "fc1")
             elif found:
@@ -229,10 +238,10 @@ class _Reader:
                     linear[j], curved[j] = (every, set()) if linear[j] else (set(), every)
             counts = [sum(map(len, rows.values())) for rows in (linear, curved)]
             if leaves_of(product.x) & self.run.attended:
-                for j in linear:
+                for j in linear:  # the rows that have no role yet
                     rows = linear[j] | curved[j]
                     self._own(j, [row for row in rows if j not in self.owned or not self.owned[j][row]], "output_gate")
-            elif counts == [product.x.shape[-1]] * 2:
+            elif counts == [product.x.shape[-1]] * 2:  # a and φ(b) each have one row for each column of the input
                 for j in linear:
                     self._own(j, linear[j], "gate")
                     self._own(j, curved[j], "fc1")
@@ -250,7 +259,8 @@ class _Reader:
         """Yields for each tested product: its number, and for the matrices it reads the rows in which its input is
         linear (rows of a), and those in which it is not (rows of b)."""
         scaled = {j for _, found, _ in tested for j in found}
-        shown = {(i, j): torch.zeros(g.shape[-1], device="cpu") for i, found, _ in tested for j, g in found.items()}
+        # at how many places the derivative with respect to each row stayed although the row was scaled
+        kept = {(i, j): torch.zeros(g.shape[-1], device="cpu") for i, found, _ in tested for j, g in found.items()}
         patterns = {j: _patterns(self.run.products[j].leaf, self.random) for j in scaled}
         for turn in range(_RUNS if scaled else 0):
             other = again({j: patterns[j][turn] for j in scaled})
@@ -261,15 +271,16 @@ class _Reader:
                 given = torch.autograd.grad(total, outputs, retain_graph=True, allow_unused=True)
                 for (j, before), now in zip(found.items(), given):
                     if now is not None:
+                        # equal up to a few roundings
                         stays = (now - before).abs() <= 4 * torch.finfo(now.dtype).eps * before.abs()
                         here = patterns[j][turn] & stays & (before != 0)
-                        shown[i, j] += here.reshape(-1, here.shape[-1]).sum(0).cpu()
+                        kept[i, j] += here.reshape(-1, here.shape[-1]).sum(0).cpu()
         for i, found, _ in tested:
             rows = {j: {*_columns(g).nonzero().flatten().tolist()} for j, g in found.items()}
             # A row of a keeps its derivative where a is scaled and b is not: at about a quarter of all places. A row of
             # b keeps it hardly anywhere. The threshold is 1/64 of the places.
             counts = {j: (g != 0).reshape(-1, g.shape[-1]).sum(0).cpu() for j, g in found.items()}
-            often = {j: shown[i, j] > _RUNS * counts[j] / 64 for j in found}
+            often = {j: kept[i, j] > _RUNS * counts[j] / 64 for j in found}
             linear = {j: rows[j] & {*often[j].nonzero().flatten().tolist()} for j in found}
             yield i, linear, {j: rows[j] - linear[j] for j in found}
 
@@ -285,15 +296,18 @@ def _is_unscaled(one: Attention, q: Tensor, k: Tensor) -> bool:
     if not one.scores.requires_grad or q.dim() != 3 or k.dim() != 3 or q.shape[-1] != k.shape[-1]:
         return False
     rows = min(q.shape[1], k.shape[1])
-    diagonal = one.scores.diagonal(dim1=-2, dim2=-1)
+    diagonal = one.scores.diagonal(dim1=-2, dim2=-1)  # −∞ where a mask hides the key
     (g,) = torch.autograd.grad(diagonal[torch.isfinite(diagonal)].sum(), q, retain_graph=True, allow_unused=True)
-    return g is not None and torch.allclose(g[:, :rows], k[:, :rows], 1e-3, 1e-4 * float(k.detach().abs().max()))
+    if g is None:
+        return False
+    return torch.allclose(g[:, :rows], k[:, :rows], rtol=1e-3, atol=1e-4 * float(k.detach().abs().max()))
 
 
 def _patterns(leaf: Tensor, random: torch.Generator) -> list[Tensor]:
     """Returns, for each repeated run, a mask of a matrix's outputs to scale. Each row is scaled at a random half of its
     places over all runs, so two rows hardly ever share a pattern."""
     places = leaf[..., 0].numel()
+    # for each row, a random permutation of its places in all runs, whose lower half is chosen
     order = torch.rand(_RUNS * places, leaf.shape[-1], generator=random, device="cpu").argsort(0)
     chosen = order < _RUNS * places // 2
     return [part.reshape(leaf.shape).to(leaf.device) for part in chosen.chunk(_RUNS)]
@@ -308,6 +322,7 @@ def _runs(owned: Iterable[set[tuple[Any, int | None]]]) -> tuple[Rows, ...]:
         role = roles.pop() if len(roles) == 1 else None
         head = heads.pop() if len(heads) == 1 and role is not None else None
         size = sum(1 for _ in alike)
+        # neighbours with different pairs may still have the same role and head, such as none
         if found and found[-1][:2] == (role, head):
             found[-1] = found[-1]._replace(size=found[-1].size + size)
         else:

@@ -97,8 +97,10 @@ class StackResidual(Growing):
             return own, own == 0
         if call is None:
             known, begin = PLACES.get(x), self.place.declared.begin
-            is_unknown = is_shared and (self.is_wide or begin or self.end)
-            if known is None and (is_unknown or (self.began_later and begin and not self.is_wide)):
+            # the layer matters if layers share the block, and the begin if the stack has begun with a later layer
+            needs_layer = is_shared and (self.is_wide or begin or self.end)
+            needs_begin = self.began_later and begin and not self.is_wide
+            if known is None and (needs_layer or needs_begin):
                 why = f"{self.place.depth} layers share it" if is_shared else "the stack has run without its first"
                 raise InputError(
                     f"a block runs outside the call of its stack, and {self.place.config.residual} must know which "
@@ -107,7 +109,7 @@ class StackResidual(Growing):
             return (own, own == 0) if known is None else known
         layer = own
         if is_shared:
-            layer = 0 if call.last is None else call.last[1] + 1
+            layer = 0 if call.last is None else call.last[1] + 1  # `last`: (hidden state, layer)
         begins, call.has_begun = not call.has_begun, True
         # note the place for a recomputation, if it does not follow from the block's number alone
         if (is_shared or begins != (layer == 0)) and not torch.compiler.is_compiling():
@@ -121,7 +123,7 @@ class StackResidual(Growing):
         """Returns the streams that are packed in the hidden state x at the input of a layer."""
         kept: KeptTensors = {}
         outputs: list[Tensor] = []
-        if x.shape[-1] != self.width:
+        if x.shape[-1] != self.width:  # an earlier layer has packed further tensors into x
             streams, outputs, kept = self._unpack(x, layer)
         else:
             if self.is_wide or begins:
@@ -165,6 +167,7 @@ class StackResidual(Growing):
 
     def _unpack(self, wide: Tensor, layer: int) -> tuple[Streams, list[Tensor], KeptTensors]:
         """Returns the streams, the outputs and the kept tensors in a hidden state that enters `layer`."""
+        # the inverse of `_pack`: x (of hyper·d columns), further streams and outputs (d each), and the kept tensors
         declared, d = self.place.declared, self.width
         names = self.needed[layer]
         widths = [self.kept_widths.get(name, d) for name in names]
@@ -188,6 +191,7 @@ class StackResidual(Growing):
         combine: Any = self._modules.get("combine")
         if combine is not None:
             outputs = [y.to(x.dtype) for y in streams.outputs]
+            # x stands for the outputs that are missing, such as those of layers that did not run
             outputs += [x] * (self.place.depth - len(outputs))
             x = combine(x, outputs, None)
         for at, s in zip(declared.streams, others):
@@ -231,6 +235,7 @@ class StackCalls:
         if call is None or call.is_finished:
             return None
         rows = (t for t in tensors_in(output) if t.is_floating_point() and t.shape[-1:] == (self.stack.width,))
+        # if no layer has run, the output's first tensor of the stream's width is the hidden state
         last: tuple[Any, int] = call.last or (next(rows, None), -1)
         hidden, layer = last
         return _replaced(output, lambda t: t if t is not hidden else self.stack.finish(t, layer))
@@ -268,9 +273,9 @@ def show(_: nn.Module, __: Any, output: Any) -> Any:
 
 
 def _shown(t: Tensor) -> Tensor:
-    stack, layer = WIDE.get(t, (None, 0))
-    made = None if stack is None else stack()
-    return t if made is None else made.seen(t, layer)
+    reference, layer = WIDE.get(t, (None, 0))
+    stack = None if reference is None else reference()
+    return t if stack is None else stack.seen(t, layer)
 
 
 def _replaced(value: Any, change: Any) -> Any:

@@ -122,13 +122,14 @@ def calls_of(block: nn.Module, found: Record) -> list[Call]:
 def structure(block: nn.Module, found: Record, roles: Roles) -> Structure:
     """Returns the structure of a block from its recorded calls. Errors: Unaccounted."""
     calls = calls_of(block, found)
-    made = [_Reader(block, found, call, roles).structure() for call in calls]
-    if any(one.parts != made[0].parts for one in made):
+    structures = [_Reader(block, found, call, roles).structure() for call in calls]
+    if any(one.parts != structures[0].parts for one in structures):
         raise Unaccounted(f"its {len(calls)} calls in one pass compute different things")
+    # a call begins another pass if its input is not computed from the preceding call's output
     passes = 1 + sum(not found.derives(after.x, before.y) for before, after in itertools.pairwise(calls))
     if len(calls) % passes:
         raise Unaccounted(f"its {len(calls)} calls in one run belong to {passes} passes of different lengths")
-    return made[0]._replace(calls=len(calls) // passes, passes=passes)
+    return structures[0]._replace(calls=len(calls) // passes, passes=passes)
 
 
 def writers(block: nn.Module, found: Record) -> Iterator[tuple[Owner, set[Owner]]]:
@@ -138,7 +139,8 @@ def writers(block: nn.Module, found: Record) -> Iterator[tuple[Owner, set[Owner]
         with contextlib.suppress(Unaccounted):  # `structure` raises the same error for this block later
             branches = [step.branch for step in reader.steps() if step.branch is not None]
             for branch in branches:
-                own = {owner for _, owner in reader.matrices(reader.reach(branch)[1])}
+                _, nodes, _ = reader.reach(branch)
+                own = {owner for _, owner in reader.matrices(nodes)}
                 yield from ((last, own) for last in reader.last(branch))
 
 
@@ -150,6 +152,7 @@ class _Reader:
         self.record, self.nodes, self.made = found, found.nodes, found.made
         self.paths: dict[nn.Module | None, str] = {module: name for name, module in block.named_modules()}
         self.walked: dict[Key, list[Step] | None] = {}
+        """Cached results of `walk`."""
         self.level: dict[Key, int] = {}
         """For each tensor of the stream, the number of additions to the stream before it."""
         self.heads: int | None = None
@@ -177,13 +180,14 @@ class _Reader:
             return None
         if node.what == "norm" or self._is_same(node):
             before = self.walk(node.inputs[0])
-            if before is None or node.what != "norm":
+            if before is None or node.what != "norm":  # a cast or reshape is no step of its own
                 return before
             return [*before, Step(node, None)]
         if node.factor is not None:
             before = self.walk(node.inputs[0])
             return None if before is None else [*before, Step(node, None)]
         if node.what in ADDITIONS and len(node.inputs) == 2 and node.shapes[0] == node.shapes[1]:
+            # each operand as the stream (its steps), with the other one as the branch
             operands = [(self.walk(node.inputs[i]), node.inputs[1 - i]) for i in (0, 1)]
             on_stream = [(steps, branch) for steps, branch in operands if steps is not None]
             if on_stream:
@@ -199,6 +203,7 @@ class _Reader:
         steps = self.walk(self.call.y)
         if steps is None:
             inside = self.nodes[self.call.first : self.call.last]
+            # if something is added to a tensor like the stream, the block may be residual in a way unknown here
             adds = any(node.what in ADDITIONS and self.call.shape in node.shapes for node in inside)
             raise (Unaccounted if adds else NotResidual)(self._blame(self.call.y))
         if not any(step.branch is not None for step in steps):
@@ -211,7 +216,7 @@ class _Reader:
         steps = self.steps()
         self._refuse_functions()
         groups, writes = self._sublayers(steps)
-        self.moving = self._moving(steps)
+        self.moving = self._moving(steps)  # `_part` reads it through `_tail`
         parts = tuple(self._part(group, i) for i, group in enumerate(groups))
         reads, scales = self._reading_additions(steps), self._scales(steps)
         channels_first = self._has_channels_first()
@@ -259,8 +264,8 @@ class _Reader:
         own = {path for part in parts for path in part.norms()}
         branches = {out for step in steps if step.branch is not None for out in self._tail_of(step.branch)}
         norms = (n for n in self.nodes[self.call.first : self.call.last] if n.what == "norm")
-        others = (n for n in norms if n.inputs[0] not in self.level and n.outputs[0] not in branches)
-        return frozenset(path for n in others if (path := self.paths.get(n.module, "")) in own)
+        off_stream = (n for n in norms if n.inputs[0] not in self.level and n.outputs[0] not in branches)
+        return frozenset(path for n in off_stream if (path := self.paths.get(n.module, "")) in own)
 
     def _tail_of(self, branch: Key) -> Iterator[Key]:
         """Yields a branch's result, and backwards from there the tensors that the result is a view, cast, dropout or
@@ -326,6 +331,7 @@ class _Reader:
             out = node.outputs[0]
             if out in adds:
                 self.level[out] = adds[out]
+            # a cast, a norm or a factor on the path adds nothing, so the level stays
             elif node.inputs and node.inputs[0] in self.level and (self._is_same(node) or out in on_path):
                 self.level[out] = self.level[node.inputs[0]]
 
@@ -343,7 +349,7 @@ class _Reader:
         outside: set[Key] = set()
         numbers: set[int] = set()
         todo = [at]
-        for here in each_once(todo):
+        for here in each_once(todo):  # also yields the inputs that the loop appends to `todo`
             if here in self.level:
                 read.add(here)
                 continue
@@ -360,12 +366,12 @@ class _Reader:
         reads the stream as it was before the preceding addition, the two are parallel and form one sublayer."""
         groups: list[list[Step]] = []
         writes: list[int] = []
-        scales: list[Step] = []
+        scales: list[Step] = []  # multiplications of the stream that belong to the next addition's sublayer
         for step in steps:
             if step.branch is None and not step.is_norm:
                 scales.append(step)
                 continue
-            if step.branch is None:
+            if step.branch is None:  # a norm on the stream belongs to the sublayer before it
                 if not groups:
                     name = self.paths[step.node.module]
                     raise Unaccounted(f"{name} norms its input, and the normed one goes on as the stream")
@@ -390,7 +396,7 @@ class _Reader:
     def _reading_additions(self, steps: list[Step]) -> frozenset[tuple[int, int]]:
         """Returns the additions that read the stream but do not write it, numbered as in `Structure.reads`."""
         outputs_on_path = {step.node.outputs[0] for step in steps}
-        found, written, since = set(), 0, 0
+        found, written, since = set(), 0, 0  # since: the reading additions after the last writing one
         for node in self.nodes[self.call.first : self.call.last]:
             if node.what not in ADDITIONS or len(node.inputs) != 2:
                 continue
@@ -423,16 +429,17 @@ class _Reader:
         at_ends: dict[nn.Module, int] = {}
         for step in steps:
             at = step.branch
-            while at is not None:
+            while at is not None:  # goes backwards from the branch's result to its last dropout
                 dropouts = self._dropouts(at)
                 for module in dropouts:
                     at_ends[module] = at_ends.get(module, 0) + 1
                 node = self.node(at)
-                passes = UNCHANGED | {"drop_path", "scale", "norm"}
-                if dropouts or node is None or not (node.what in passes or node.factor is not None):
+                may_follow_dropout = UNCHANGED | {"drop_path", "scale", "norm"}
+                if dropouts or node is None or not (node.what in may_follow_dropout or node.factor is not None):
                     break
                 at = node.inputs[0] if node.inputs else None
         inside = self.nodes[self.call.first : self.call.last]
+        # a module that is also called elsewhere in the block must stay there
         calls = {module: sum(node.module is module for node in inside) for module in at_ends}
         return {module for module, count in at_ends.items() if calls[module] == count}
 
@@ -453,7 +460,7 @@ class _Reader:
         if len(after) > 1:
             raise Unaccounted(f"two norms follow each other on the stream, {after[0]} and {after[1]}")
         tails = [self._tail(branch) for branch in branches]
-        tail = tails[0] if len(tails) == 1 else Tail()
+        tail = tails[0] if len(tails) == 1 else Tail()  # what ends one of several branches does not end their sum
         reached = [self.reach(branch) for branch in branches]
         nodes = [node for _, nodes, _ in reached for node in nodes]
         read = {k for keys, _, _ in reached for k in keys}
@@ -470,12 +477,12 @@ class _Reader:
             )
         ends = {owner for branch in branches for owner in self.last(branch)}
         linears, experts, kind = self._linears(nodes, ends, memory is not None)
-        main = (*before, *after, *tail.norms[:1])
+        all_norms = (*before, *after, *tail.norms[:1])
         return Part(
             kind,
-            main[0] if main else None,
-            linears,
-            tail.dropout,
+            norm=all_norms[0] if all_norms else None,
+            linears=linears,
+            dropout=tail.dropout,
             drop_path=tail.drop_path,
             before=before[0] if before else None,
             twins=tuple(before[1:]),
@@ -493,7 +500,7 @@ class _Reader:
     def _tail(self, branch: Key) -> "Tail":
         """Returns the dropout, norms and factors at the end of a branch."""
         tail, at = Tail(), branch
-        while True:
+        while True:  # goes backwards from the branch's result
             for module in self._dropouts(at):
                 is_path = self.record.kinds.get(module) == "drop_path"
                 if module in self.moving and is_path and tail.drop_path is None:
@@ -504,6 +511,7 @@ class _Reader:
             if node is None or not node.inputs:
                 break
             path = self.paths.get(node.module, "")
+            # a norm ends the branch only if no factor follows it
             if node.what == "norm" and not tail.norms and tail.beta == 1.0 and not tail.scales:
                 tail = tail._replace(norms=(path,))
             elif node.what == "scale":
@@ -538,13 +546,16 @@ class _Reader:
         has_attention = any(matrix.heads for _, owner in self.matrices(nodes) if (matrix := self.roles.of(owner)))
         # if no attention was recognised, any linear layer that reads from outside the block counts
         first = next(iter(values if has_attention else layers), None)
-        return (None if first is None else names.get(first.inputs[0])), has_attention and bool(values)
+        argument = None if first is None else names.get(first.inputs[0])
+        attends_outside = has_attention and bool(values)
+        return argument, attends_outside
 
     def _without_adapters(self, path: str) -> str:
         """Returns the path of the layer that PEFT's adapter wraps if the linear layer at `path` is part of an adapter,
         else `path`."""
         while type(self.block.get_submodule(path.rpartition(".")[0])).__module__.startswith("peft."):
             path = path.rpartition(".")[0]
+        # PEFT keeps an adapter's layers in dictionaries within the module that wraps the original layer
         return path if not isinstance(self.block.get_submodule(path), nn.ModuleDict) else path.rpartition(".")[0]
 
     def matrices(self, nodes: list[Node]) -> list[tuple[str, Owner]]:
@@ -560,7 +571,7 @@ class _Reader:
                 if path not in found.values():
                     found.setdefault(owner_of(node.module), path)
             elif node.module is None:
-                for identity, _ in node.inputs:
+                for identity, _ in node.inputs:  # a key is (identity, version)
                     if identity in own:
                         path, p = own[identity]
                         found.setdefault(p, path)
@@ -577,7 +588,7 @@ class _Reader:
         found: set[Owner] = set()
         own = {id(p): p for p in self.block.parameters() if p.dim() >= 2}
         todo = [branch]
-        for at in each_once(todo):
+        for at in each_once(todo):  # also yields the inputs that the loop appends to `todo`
             node = self.node(at)
             if node is None or at in self.level:
                 continue
@@ -587,10 +598,11 @@ class _Reader:
             weights = [self._parameter(k, own) for k in node.inputs]
             if at in self.record.outputs_of_attention:
                 found |= {p for p in weights if p is self.record.outputs_of_attention[at]}
+            # an operation with a parameter, other than those that may follow the last matrix, is a product with it
             elif any(p is not None for p in weights) and node.what not in _ON_A_BRANCH:
                 found |= {p for p in weights if p is not None}
             elif node.what in _ON_A_BRANCH:
-                columns = node.made[0][-1:]
+                columns = node.made[0][-1:]  # an input with other columns is an index or a mask, not the branch
                 todo += [k for k, shape in zip(node.inputs, node.shapes) if shape[-1:] == columns]
                 todo += node.inputs[:1] if node.what in UNCHANGED else ()  # a view may have other columns
         return found
@@ -614,6 +626,7 @@ class _Reader:
         """Returns a branch's linear layers, its stacks of experts (parameters of three dimensions), both with the roles
         of their rows, and its kind: cross-attention, self-attention or feed-forward."""
         found = [(path, owner, matrix) for path, owner in self.matrices(nodes) if (matrix := self.roles.of(owner))]
+        # a matrix computes heads, or the last one reads attention's output or mixes tokens
         is_attention = reads_memory or any(
             matrix.heads or (owner in ends and (matrix.reads_attention or matrix.mixes)) for _, owner, matrix in found
         )
@@ -626,7 +639,7 @@ class _Reader:
         for path, owner, matrix in found:
             rows = () if is_mixer else matrix.rows
             roles = tuple(dict.fromkeys(run.role for run in rows if run.role is not None))
-            if owner in ends:
+            if owner in ends:  # all rows have one role, so `rows` is empty
                 roles, rows = ("output" if is_attention and not _ends_feed_forward(matrix, found) else "fc2",), ()
             is_stack = owner not in called and isinstance(owner, nn.Parameter) and owner.dim() > 2
             is_unclear = matrix.is_unclear and not is_mixer

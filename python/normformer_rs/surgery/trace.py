@@ -46,6 +46,18 @@ class Attention(NamedTuple):
     leaf: Tensor
 
 
+class _Pair(NamedTuple):
+    """A product of two tensors, as matmul computes it."""
+
+    left: Tensor
+    """(…, rows, columns)."""
+    right: Tensor
+    """(…, columns, rows)."""
+    out: Tensor
+    depends: bool
+    """Whether both factors depend on the model's input."""
+
+
 class Trace(TorchFunctionMode):
     """Traces a run, and makes leaves of the outputs of all matrices and attentions. `first`: an earlier trace, whose
     outputs are used again; `scales`: the number of a product → a mask of its outputs to multiply by −2."""
@@ -62,18 +74,20 @@ class Trace(TorchFunctionMode):
         """For each input projection of torch.nn's attention, the roles of its rows and the number of heads."""
         self.attended: set[int] = set()
         """Identities of the outputs of all attentions."""
-        self.pairs: list[tuple[Tensor, Tensor, Tensor, bool]] = []
-        """Products of two tensors: (…, rows, columns), (…, columns, rows), the result, and whether both factors depend
-        on the model's input."""
+        self.pairs: list[_Pair] = []
+        """Products that may be the q kᵀ of a later attention."""
         self.softmaxes: list[tuple[Tensor, Tensor, int]] = []
+        """Calls of softmax that no attention was found for yet: (its input, its output, its dimension)."""
         self.constants: dict[int, Tensor] = {}
         """Tensors that are computed from parameters alone."""
         self.views: dict[int, tuple[Owner, bool, Tensor]] = {}
-        """Views and copies of a parameter, and whether their last two dimensions are exchanged."""
+        """Views and copies of a parameter, by identity: (the parameter, whether the last two dimensions are exchanged,
+        the view itself)."""
         self.scaled: list[Tensor] = []
         """The factor by which each norm multiplied each row, in the order of the norms' calls."""
-        self.alive: list[Any] = []
+        self.alive: list[Any] = []  # keeps tensors alive, so that no identity is used twice
         self.within = 0
+        """How many hooked modules are running. Operations inside them are not recorded."""
 
     def follow(self, run: Callable[[], Any]) -> None:
         """Traces `run()`. Norms, and linear layers that compute their weight, are hooked and count as one operation."""
@@ -99,6 +113,7 @@ class Trace(TorchFunctionMode):
         if not isinstance(out, Tensor) or out.shape != x.shape:
             return out
         scale = x.detach().square().mean(-1, keepdim=True).clamp_min(1e-12).rsqrt()
+        # a repeated run takes the first run's constants, so that they do not change with the scaled outputs
         if self.first is not None and self.first.scaled[len(self.scaled)].shape == scale.shape:
             scale = self.first.scaled[len(self.scaled)]
         self.scaled.append(scale)
@@ -122,12 +137,13 @@ class Trace(TorchFunctionMode):
         if not isinstance(out, Tensor) or not out.is_floating_point() or not given:
             return out
         if name in UNCHANGED | _TRANSPOSES | {"index_select"} and (origin := self._origin(given[0])) is not None:
-            transposes = (
+            owner, is_exchanged = origin
+            transposes = (  # the order of the last two strides shows whether a call exchanged these dimensions
                 name in _TRANSPOSES
                 and out.dim() >= 2
                 and (out.stride(-1) > out.stride(-2)) != (given[0].stride(-1) > given[0].stride(-2))
             )
-            self.views[id(out)] = origin[0], origin[1] != transposes, out
+            self.views[id(out)] = owner, is_exchanged != transposes, out
         elif name == "scaled_dot_product_attention":
             return self._attended(*_of_attention(*args, **kwargs), out)
         elif name == "softmax":
@@ -145,19 +161,19 @@ class Trace(TorchFunctionMode):
         if self.first is None or self.within or name != "linear" or number >= len(self.first.products):
             return None
         before = self.first.products[number]
-        fits = len(args) > 1 and args[1] is before.owner
-        return before.leaf.detach() if fits and args[0].shape[:-1] == before.leaf.shape[:-1] else None
+        has_same_matrix = len(args) > 1 and args[1] is before.owner
+        return before.leaf.detach() if has_same_matrix and args[0].shape[:-1] == before.leaf.shape[:-1] else None
 
     # The origin of tensors: parameters, views of them, constants.
 
     def _follow_constants(self, name: str, given: list[Tensor], out: Any) -> None:
         """Adds an operation's outputs to `constants` if all of its inputs are constant."""
-        made = [*tensors_in(out)] if name != "__setitem__" else given[:1]
+        made = [*tensors_in(out)] if name != "__setitem__" else given[:1]  # x[…] = y writes into x and returns nothing
         is_constant = all(map(self._is_constant, given))
         for t in made:
             if is_constant:
                 self.constants[id(t)] = t
-            else:
+            else:  # an in-place operation may have written into a constant
                 self.constants.pop(id(t), None)
 
     def _is_constant(self, t: Tensor) -> bool:
@@ -182,20 +198,24 @@ class Trace(TorchFunctionMode):
         others = [i for i, t in enumerate(floats) if i not in weights and not isinstance(t, nn.Parameter)]
         if len(weights) != 1 or not others or name not in _BY_MATRIX:
             return None
+        # x stands last before the matrix, since addmm's addend comes first; or first, since linear's bias comes last
         weight, x = floats[weights[0]], floats[others[-1] if others[-1] < weights[0] else others[0]]
         owner, is_exchanged = self._origin(weight) or (None, False)
         assert owner is not None
         sides = weight.shape[-2:]
         by_rows = name == "linear"  # its weight is (fan_out, fan_in)
-        # x·W, or linear(x, W)
-        if others[0] < weights[0] and (x.shape[-1], out.shape[-1]) == (tuple(sides[::-1]) if by_rows else tuple(sides)):
-            return owner, x, out, False, is_exchanged == by_rows
+        fan_in_and_out = tuple(sides[::-1]) if by_rows else tuple(sides)
+        # x·W, or linear(x, W): the output's columns are its last dimension
+        if others[0] < weights[0] and (x.shape[-1], out.shape[-1]) == fan_in_and_out:
+            is_transposed = is_exchanged == by_rows  # W is (fan_in, fan_out) here, except in linear
+            return owner, x, out, False, is_transposed
         # W·x: the columns of x and of the output are their second last dimension
         weight_is_left = (
             name in ("bmm", "matmul", "__matmul__") and weights[0] < others[0] and min(x.dim(), out.dim()) > 1
         )
         if weight_is_left and (out.shape[-2], x.shape[-2]) == tuple(sides):
-            return owner, x.mT, out, True, is_exchanged
+            is_transposed = is_exchanged  # W is (fan_out, fan_in) here
+            return owner, x.mT, out, True, is_transposed
         return None
 
     def _matrix(
@@ -207,6 +227,7 @@ class Trace(TorchFunctionMode):
         value = out.detach().mT if is_second_last else out.detach()
         if self.first is not None:
             before = self.first.products[number]
+            # the products of both runs are matched by number, so they must come in the same order
             if before.owner is not owner or before.leaf.shape != value.shape:
                 raise RuntimeError("another way")
             value = before.leaf.detach()
@@ -250,26 +271,27 @@ class Trace(TorchFunctionMode):
 
     def _pair(self, name: str, args: Any, given: list[Tensor]) -> tuple[Tensor, Tensor] | None:
         """Returns the two factors of a product, as (…, rows, columns) and (…, columns, rows). None: the call does
-        not have two factors that both depend on a matrix."""
-        two = given[1:] if name == "baddbmm" else given
-        if len(two) != 2 or any(t.dim() < 2 or not t.requires_grad for t in two):
+        not have two factors that both depend on a matrix, that is, require a gradient."""
+        factors = given[1:] if name == "baddbmm" else given  # baddbmm's first tensor is the addend
+        if len(factors) != 2 or any(t.dim() < 2 or not t.requires_grad for t in factors):
             return None
-        return _of_einsum(args[0], *two) if name == "einsum" else (two[0], two[1])
+        return _of_einsum(args[0], *factors) if name == "einsum" else (factors[0], factors[1])
 
     def _product(self, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
         """Records an attention if one factor of a product comes from a softmax over an earlier product, which is then
         q kᵀ. Otherwise notes the product as a possible q kᵀ of a later attention."""
         depends = not self._is_constant(left) and not self._is_constant(right)
         for i, (scores, weights, dimension) in enumerate(self.softmaxes):
+            # attention multiplies its weights by the values, so exactly one factor comes from the softmax
             is_left, is_right = (_leads(t, weights) for t in (left, right))
-            pairs = [pair for pair in self.pairs if _leads(scores, pair[2])] if is_left != is_right else []
+            pairs = [pair for pair in self.pairs if _leads(scores, pair.out)] if is_left != is_right else []
             if len(pairs) != 1:  # keep the products whose factors both depend on the model's input
-                pairs = [pair for pair in pairs if pair[3]]
+                pairs = [pair for pair in pairs if pair.depends]
             if len(pairs) == 1 and dimension in (-1, scores.dim() - 1):
                 del self.softmaxes[i]
-                q, keys, _, _ = pairs[0]
+                q, keys = pairs[0].left, pairs[0].right
                 return self._attended(q, keys.mT, right if is_left else left.mT, scores, out)
-        self.pairs.append((left, right, out, depends))
+        self.pairs.append(_Pair(left, right, out, depends))
         return out
 
 
@@ -277,8 +299,9 @@ def _of_attention(
     query: Tensor, key: Tensor, value: Tensor, *_: Any, scale: float | None = None, **__: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the inputs of scaled_dot_product_attention, and its scores without a mask."""
-    groups = query.shape[-3] // key.shape[-3] if query.dim() > 3 and key.shape[-3] else 1
-    keys = key.repeat_interleave(groups, -3) if groups > 1 else key
+    # grouped-query attention: several heads of queries share a head of keys
+    queries_per_key = query.shape[-3] // key.shape[-3] if query.dim() > 3 and key.shape[-3] else 1
+    keys = key.repeat_interleave(queries_per_key, -3) if queries_per_key > 1 else key
     return query, key, value, query @ keys.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
 
 
@@ -287,10 +310,11 @@ def _of_einsum(equation: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | N
     matrix products."""
     if not isinstance(equation, str) or "." in equation or "->" not in equation:
         return None
-    given, made = equation.replace(" ", "").split("->")
+    given, result = equation.replace(" ", "").split("->")
     letters_a, letters_b = given.split(",")
-    summed = [c for c in letters_a if c in letters_b and c not in made]
-    shared = [c for c in letters_a if c in letters_b and c in made]
+    # the dimensions to sum over, those of the batch, and those that only one factor has
+    summed = [c for c in letters_a if c in letters_b and c not in result]
+    shared = [c for c in letters_a if c in letters_b and c in result]
     only_a, only_b = [c for c in letters_a if c not in letters_b], [c for c in letters_b if c not in letters_a]
     if len(summed) != 1 or len(only_a) != 1 or len(only_b) != 1:
         return None

@@ -76,13 +76,13 @@ class Edits:
         """The model's state before the changes. None: the changes are complete."""
         self._before: dict[nn.Module, _Module] = {}
         self._after: dict[nn.Module, _Module] = {}
-        self._back: list[Callable[[], None]] = []
-        self._values: dict[Tensor, tuple[Tensor, bool]] = {}
+        self._back: list[Callable[[], None]] = []  # functions that `undo` calls, the last one first
+        self._values: dict[Tensor, tuple[Tensor, bool]] = {}  # as `State.values`
         self._written: list[tuple[Tensor, int | None]] = []
         """Each parameter and buffer with its checksum when the changes were complete."""
         self._places: list[tuple[Tensor, torch.device, torch.dtype]] = []
         """Each parameter with its device and dtype when the changes were complete."""
-        self._heirs: list[tuple[str, nn.Parameter, nn.Parameter]] = []
+        self._heirs: list[tuple[str, nn.Parameter, nn.Parameter]] = []  # (name, new parameter, old one)
 
     @property
     def title(self) -> str:
@@ -157,7 +157,7 @@ class Edits:
         have hooks or attributes that the old ones cannot have.
         """
         for module in self._after:
-            (later,) = SWAPS[module][-1]
+            (later,) = SWAPS[module][-1]  # the last swap's title, in a list of its own that tells swaps apart
             if SWAPS[module][-1] is not self._title:
                 same = f"{self.title} and changed the same {type(module).__name__}"
                 raise InputError(f"{later} came after {same}: undo() that first")
@@ -170,6 +170,7 @@ class Edits:
 
     def _undo(self, state: State, then: Callable[[], None]) -> None:
         """Reverses all changes. Once `state.finish` is set, an interrupt completes the undo."""
+        # all other tensors of the undone model are restored ones
         swapped = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
         for module, before in self._before.items():
             self._restore(module, before, self._after[module])
@@ -199,17 +200,18 @@ class Edits:
         module.__dict__.clear()
         module.__dict__.update(own | held)
         for name, values in held.items():
-            found = _merged(_copied(values), before.held[name], after.held[name])
+            restored = _merged(_copied(values), before.held[name], after.held[name])
             if name == "_modules":
-                for key in found:
+                for key in restored:
                     now = values.get(key)
-                    _adopt_settings(module if now is None else now, found[key])
+                    _adopt_settings(module if now is None else now, restored[key])
             values.clear()
-            values.update(found)
+            values.update(restored)
 
     def _moves(self, swapped: set[int]) -> list[tuple[nn.Parameter, torch.device, torch.dtype]]:
         """Returns the restored parameters that must move, each with the device and dtype that the model was given since
         the swap. `swapped`: the identities of the swapped model's tensors, which are no restored ones."""
+        # (device, dtype) right after the swap → (device, dtype) now, as the swapped parameters show it
         moved = {(device, dtype): (p.device, p.dtype) for p, device, dtype in self._places}
         restored = ((p, (p.device, p.dtype)) for p in self.model.parameters() if id(p) not in swapped)
         return [(p, *moved[place]) for p, place in restored if moved.get(place, place) != place]
@@ -231,7 +233,9 @@ def _adopt_settings(current: nn.Module, restored: nn.Module | None) -> None:
     restored.train(current.training)
     parameters = dict(current.named_parameters(recurse=False))
     for name, parameter in restored.named_parameters(recurse=False):
-        parameter.requires_grad_(parameters.get(name, next(iter(parameters.values()), parameter)).requires_grad)
+        # a parameter without a counterpart follows the first one of `current`, if there is any
+        fallback = next(iter(parameters.values()), parameter)
+        parameter.requires_grad_(parameters.get(name, fallback).requires_grad)
 
 
 def _unsupported(model: nn.Module) -> str:

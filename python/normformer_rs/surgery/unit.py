@@ -100,4 +100,5 @@ def _of_block(path: str, block: nn.Module) -> Iterator[tuple[nn.Parameter, int]]
             yield weight_and_bias(block, linear.path)[0], int(writes == is_transposed(block, linear.path))
         for linear in part.experts:
             writes = {*linear.roles} <= {"output", "fc2"}
+            # a stack of matrices has the experts in dimension 0
             yield block.get_parameter(linear.path), 1 + int(writes == linear.is_transposed)

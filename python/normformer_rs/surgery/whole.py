@@ -66,8 +66,8 @@ class State:
         self._records += [(HEIRS, t, [*HEIRS.get(t, ())]) for t in tensors.values()]
         self._random = _random_states(tensors.values())
         self._has_gradients = torch.is_grad_enabled()
-        self._handlers: dict[int, Any] = {}
-        self._deferred: list[int] = []
+        self._handlers: dict[int, Any] = {}  # number of a signal → its handler, which `_settle` replaces for a while
+        self._deferred: list[int] = []  # numbers of the signals that came meanwhile
         self.values: dict[Tensor, tuple[Tensor, bool]] = {}
         """For each tensor that is written in place, its value and `requires_grad` from before."""
         self.finish: Callable[[], None] | None = None
@@ -100,7 +100,7 @@ class State:
     def _settle(self) -> None:
         """Completes the change or restores everything. Signals that arrive meanwhile are raised at the end."""
         try:
-            if threading.current_thread() is threading.main_thread():
+            if threading.current_thread() is threading.main_thread():  # only it may set handlers
                 for number in signal.valid_signals():
                     handler = signal.getsignal(number)
                     if callable(handler) and handler != self._defer:
@@ -108,10 +108,10 @@ class State:
                         signal.signal(number, self._defer)
             (self.finish or self.restore)()
         finally:
-            while self._handlers:
-                deferred, handler = next(iter(self._handlers.items()))
-                signal.signal(deferred, handler)
-                del self._handlers[deferred]
+            while self._handlers:  # an entry is removed only after its handler is back, in case of an interrupt
+                signal_number, handler = next(iter(self._handlers.items()))
+                signal.signal(signal_number, handler)
+                del self._handlers[signal_number]
         _raise(self._deferred)
 
     def _defer(self, number: int, _: FrameType | None) -> None:
