@@ -172,6 +172,7 @@ class BlockResidual(Growing):
         # the block's norms that the scheme uses: those that stay in the block, and those that move here
         self.paths, self.moved = norms_of(self.parts, self.sublayers)
         self.opening = place.spec.begin
+        # whether changes hand tensors to later ones: outside the sublayers, and inside
         self.passes = passes((*self.opening, *(change for s in self.sublayers for change in s.outside)))
         self.passes_inside = any(passes(changes) for s in self.sublayers for changes in s.inside.values())
         self.points: tuple[Point, ...] = ()
@@ -324,7 +325,7 @@ class BlockResidual(Growing):
     def write(self, i: int, streams: Streams, f: Tensor, following: int | None) -> Streams:
         """Returns the streams after sublayer i has added its branch f. `following`: the next sublayer's number; None:
         there is none."""
-        dropout = self._modules.get(f"dropout{i + 1}") or nn.Dropout(0.0)
+        dropout = self._modules.get(f"dropout{i + 1}") or nn.Dropout(0.0)  # one of the block's that moved here, or none
         # one fused step also computes the next sublayer's N(x⁺), if that sublayer has one norm and reads x⁺ alone
         after = None if following is None or self.parts[following].twins else self.sublayers[following]
         next_norm = None if after is None or after.mixing is not None else only_norm(after.before)

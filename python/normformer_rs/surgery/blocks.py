@@ -287,11 +287,11 @@ def path_of(block: nn.Module, part: Part, role: Role) -> str:
     path = linears[0].path if linears else None
     is_found = type(block) not in TORCHS and structure_of(block).is_found
     if is_found and (len(linears) != 1 or not linears[0].is_called):
-        count: str | None = path  # one layer, which the block does not call
+        shown: str | None = path  # one layer, which the block does not call
         if len(linears) != 1:
-            count = f"{len(linears)} linear layers" if linears else "no linear layer"
+            shown = f"{len(linears)} linear layers" if linears else "no linear layer"
         raise InputError(
-            f"the scheme acts at {role!r} of the {part.kind}, and {type(block).__name__} shows {count} there, as "
+            f"the scheme acts at {role!r} of the {part.kind}, and {type(block).__name__} shows {shown} there, as "
             "mixtures of experts and fused functions do: choose another scheme"
         )
     if path is None:

@@ -142,7 +142,7 @@ def _stage(path: str, blocks: dict[str, nn.Module], candidates: Any, found: Reco
         known, parts = STRUCTURES.get(block), {*block.modules()}
         lists = [entries for one, entries in candidates if one != path and _is_below(one, path)]
         inside = [entry for entries in lists for _, entry in entries if entry in parts and _is_known(entry, found)]
-        # the entry's sublayers are all those of the blocks inside it
+        # the blocks inside, of several sublayers each, account for all sublayers of the entry
         counts = [len(structure(entry, found, found.roles).parts) for entry in inside]
         if known is not None and counts and min(counts) > 1 and sum(counts) == len(known.parts):
             return f"{name} is a stage: its sublayers are those of a list of blocks"

@@ -315,7 +315,7 @@ class Flow:
         """Returns the writers of the stream that the tensor `start` belongs to. Errors: Stranger if a centred stream
         would change anything but LayerNorms' inputs, for instance the model's output."""
         width = self._width(start)
-        writers: dict[Writer, None] = {}
+        writers: dict[Writer, None] = {}  # an ordered set
         todo = [start]
         for at in each_once(todo):  # the loop appends the tensors from which this one comes, and those made of it
             if at in self.found.returned:

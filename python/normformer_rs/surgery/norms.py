@@ -461,7 +461,8 @@ def _twin(
                 f"{path} is a PRepBN that has begun to fade, and {target.title} cannot take its values over: swap it "
                 'for repbn, which computes what it computes in evaluation, or give init="default"'
             )
-        notes += ["share dropped"] * (isinstance(old, nfnn.RepBN) and not isinstance(old, nfnn.PRepBN))
+        if isinstance(old, nfnn.RepBN) and not isinstance(old, nfnn.PRepBN):
+            notes.append("share dropped")
         notes += _match(old, known, new, new_known)
     # parameters without a counterpart are frozen or trained, and marked, as the old norm's first one
     first = next(old.parameters(recurse=False), None)

@@ -178,7 +178,7 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 f"{title} made {names[0]}{more}, and no optimizer has them: this {type(optimizer).__name__} still has "
                 "the parameters from before, so that its steps leave the new ones as they are. Pass optimizer= to the "
                 "swap, or make the optimizer afterwards",
-                stacklevel=4,
+                stacklevel=4,  # the line that calls step(), past two wrappers of torch
             )
 
 

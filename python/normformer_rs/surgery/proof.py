@@ -206,7 +206,7 @@ def _tapped(model: nn.Module, groups: list[Group], table: Gradients) -> Iterator
             first[block] = x, new
         elif x is not first[block][0]:  # another call, by a layer that shares the block or by recomputation
             return None
-        new = first[block][1]
+        _, new = first[block]
         return exchanged(args, x, new), exchanged(kwargs, x, new)
 
     owners = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
