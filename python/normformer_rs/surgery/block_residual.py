@@ -51,6 +51,7 @@ class Point:
         self.is_before = is_before
         self.hooked: nn.Module | None = None
         self.columns = None if columns is None else [*columns]
+        # adjacent columns (first, end) are a slice; others need an index tensor on each device
         is_range = columns is not None and [*columns] == [*range(columns[0], columns[-1] + 1)]
         self.range = (columns[0], columns[-1] + 1) if is_range and columns is not None else None
         self.indices: dict[torch.device, Tensor] = {}
@@ -76,6 +77,7 @@ class Point:
         module = self.hooked
         assert module is not None
         hooks: dict[int, Any] = module._forward_pre_hooks if self.is_before else module._forward_hooks
+        # the hook is known by its owner, since a handle would not remove it from a copy of the model
         for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
             del hooks[key]
         self.hooked = None
@@ -89,9 +91,10 @@ class Point:
         if self.columns is None:
             return self._change(output)
         if self.range is not None:
-            first, last = self.range
-            x = self._change(output[..., first:last])
-            return x if x.shape == output.shape else torch.cat([output[..., :first], x, output[..., last:]], -1)
+            first, end = self.range
+            x = self._change(output[..., first:end])
+            is_whole = x.shape == output.shape
+            return x if is_whole else torch.cat([output[..., :first], x, output[..., end:]], -1)
         if output.device not in self.indices:
             self.indices[output.device] = torch.tensor(self.columns, device=output.device)
         at = self.indices[output.device]
@@ -134,12 +137,13 @@ def projected(block: nn.Module, part: Part, role: Role, heads: int) -> tuple[str
     if linear.rows:
         row_heads = linear.heads(role)
         sizes = {row_heads.count(head) for head in {*row_heads}}
-        if None in row_heads or len(sizes) != 1:
+        if None in row_heads or len(sizes) != 1:  # rows of no known head, or heads of different widths
             return None
         d_head = sizes.pop()
-        index = [i for _, i in sorted(zip(row_heads, index))]
+        index = [i for _, i in sorted(zip(row_heads, index))]  # head by head
     else:
-        d_head = width_into(block, part, "output") // heads
+        d_head = width_into(block, part, "output") // heads  # the output matrix reads all heads side by side
+        # without known rows, each role must have an equal share of them, which holds whole heads
         if rows % len(linear.roles) or len(index) % d_head:
             return None
     return linear.path, index, d_head
@@ -165,8 +169,10 @@ class BlockResidual(Growing):
         self.place, self.structure, self.parts = place, structure, structure.parts
         here = zip(self.parts, place.sublayers, strict=True)
         self.sublayers = tuple(_local(block, part, sublayer, place.config) for part, sublayer in here)
+        # the block's norms that the scheme uses: those that stay in the block, and those that move here
         self.paths, self.moved = norms_of(self.parts, self.sublayers)
         self.opening = place.spec.begin
+        # whether changes hand tensors to later ones: outside the sublayers, and inside
         self.passes = passes((*self.opening, *(change for s in self.sublayers for change in s.outside)))
         self.passes_inside = any(passes(changes) for s in self.sublayers for changes in s.inside.values())
         self.points: tuple[Point, ...] = ()
@@ -221,21 +227,22 @@ class BlockResidual(Growing):
         shape."""
         for part, sublayer in zip(self.parts, self.sublayers):
             if isinstance(sublayer.beta, Learned) and len(part.scales) == 1:
-                (own,), made = self._at(part.scales[0]).parameters(), self.get_parameter(sublayer.beta.name)
-                if own.shape == made.shape:
-                    made.copy_(own)
+                (scale,), beta = self._at(part.scales[0]).parameters(), self.get_parameter(sublayer.beta.name)
+                if scale.shape == beta.shape:
+                    beta.copy_(scale)
 
     def kept_widths(self) -> dict[str, int]:
         """Returns the widths of the tensors that changes at queries, keys and values keep: their name → width."""
-        found: dict[str, int] = {}
+        widths: dict[str, int] = {}
         for part, sublayer in zip(self.parts, self.sublayers):
             for point, changes in sublayer.inside.items():
                 names = [change.what for change in changes if change.kind == "keep"]
-                where = (
-                    projected(self._block[0], part, point, self.place.config.heads) if point in PROJECTIONS else None
-                )
-                found |= dict.fromkeys(names, len(where[1])) if where and names else {}
-        return found
+                if point in PROJECTIONS:
+                    found = projected(self._block[0], part, point, self.place.config.heads)
+                    if found is not None:
+                        _, columns, _ = found
+                        widths |= dict.fromkeys(names, len(columns))
+        return widths
 
     def reach_inside(self) -> Iterator[Point]:
         """Registers hooks on the block's linear layers for the changes inside sublayers; yields their points."""
@@ -275,6 +282,7 @@ class BlockResidual(Growing):
         for point in self.points:
             point.follow()
         if self.passes_inside:
+            # points find kept tensors by the block's call, so its dictionary becomes that of the streams
             begin_call(self._block[0]).update(streams.kept or {})
             streams = streams._replace(kept=call_of(self._block[0]))
         return streams._replace(x=apply_changes(self, self.opening, streams.x, None, streams.kept))
@@ -303,9 +311,10 @@ class BlockResidual(Growing):
     def read(self, i: int, streams: Streams, norm: nn.Module | None) -> Tensor:
         """Returns the tensor that sublayer i reads. `norm`: the block's own norm, if the sublayer reads through one."""
         part, sublayer = self.parts[i], self.sublayers[i]
-        if norm is None and part.reads_past:
+        if norm is None and part.reads_past:  # F reads x itself here, beside N(x)
             return streams.x if streams.read is None else streams.read
         owner: Any = self
+        # a parallel branch's own norm takes the place of the scheme's; an N(x) from a fused step is of the latter
         if norm is not None and any(self._at(path) is norm for path in part.twins):
             main = only_norm(sublayer.before)
             owner = self if main is None else _Through(self, main.name, norm)
@@ -316,10 +325,11 @@ class BlockResidual(Growing):
     def write(self, i: int, streams: Streams, f: Tensor, following: int | None) -> Streams:
         """Returns the streams after sublayer i has added its branch f. `following`: the next sublayer's number; None:
         there is none."""
-        dropout = self._modules.get(f"dropout{i + 1}") or nn.Dropout(0.0)
+        dropout = self._modules.get(f"dropout{i + 1}") or nn.Dropout(0.0)  # one of the block's that moved here, or none
+        # one fused step also computes the next sublayer's N(x⁺), if that sublayer has one norm and reads x⁺ alone
         after = None if following is None or self.parts[following].twins else self.sublayers[following]
-        at = None if after is None or after.mixing is not None else only_norm(after.before)
-        streams = self._closed(i, streams, f, dropout, at)
+        next_norm = None if after is None or after.mixing is not None else only_norm(after.before)
+        streams = self._closed(i, streams, f, dropout, next_norm)
         return streams if following is None else open_streams(self, self.sublayers[following], streams)
 
     def _closed(self, i: int, streams: Streams, f: Tensor, dropout: nn.Module, following: NormAt | None) -> Streams:
@@ -354,7 +364,7 @@ class BlockResidual(Growing):
             for point in self.points:
                 point.follow()
             kept = begin_call(self._block[0]) if self.passes else {}
-            begins = stack.number(x, self.place.layer, False)[1]
+            _, begins = stack.number(x, self.place.layer, False)
             x = apply_changes(self, self.opening, stack.open(x, self.place.layer, begins).x, None, kept)
         else:
             kept = call_of(self._block[0]) if self.passes else {}
@@ -363,6 +373,7 @@ class BlockResidual(Growing):
         given = apply_changes(self, sublayer.inside.get("input", ()), begin(self, sublayer, streams, None), None)
         output = function(given)
         f, *rest = output if isinstance(output, tuple) else (output,)
+        # a dropout that moved here comes first, then the caller's, then the block's attribute
         declared = self.parts[i].dropout
         if self.parts[i].moves is not None:
             dropout = self._modules[f"dropout{i + 1}"]
@@ -393,19 +404,21 @@ def run_on_stream(
     structure = owner.structure
     rows = x.movedim(1, -1) if structure.has_channels_first else x
     given = dict(zip(names, args, strict=False)) | kwargs
+    # a call without an encoder's output leaves out the cross-attentions, and their additions
     left_out = {i for i, part in enumerate(owner.parts) if part.memory and given.get(part.memory) is None}
     writes = tuple(i for i in structure.writes if i not in left_out)
     layer, begins = owner.place_in(x)
     first, i = owner.layer_of(writes[0])
     streams = open_streams(first, first.sublayers[i], first.enter(rows, layer, begins))
-    seen = streams.x if streams.read is None else streams.read
+    read = streams.x if streams.read is None else streams.read  # what the first sublayer reads
     run = Pass(owner, writes, structure)
-    stream = Stream.of(run.shown(seen), run, streams, 0, None, seen.shape)
+    stream = Stream.of(run.shown(read), run, streams, written=0, parallel=None, shape=read.shape)
     args, kwargs = exchanged(args, x, stream), exchanged(kwargs, x, stream)
     out = forward(*args, **kwargs)
     run.is_over = True
     if run.became is not None:
-        out = exchanged(out, *run.became)
+        branch, stream_after = run.became  # the block may return the branch, to which it added the stream in place
+        out = exchanged(out, branch, stream_after)
     last = next((t for t in tensors_in(out) if isinstance(t, Stream)), None)
     if last is None or last.written != len(writes):
         done = 0 if last is None else last.written
@@ -449,16 +462,16 @@ def norms_of(parts: Sequence[Part], sublayers: Sequence[Sublayer]) -> tuple[dict
         own: dict[str, str | None] = {"before": part.before, "after": part.after, "branch": part.branch}
         if not any(own.values()) and part.norm is not None:
             own["before"] = part.norm  # a registered class names its norm without saying where it stands
-        left = []
+        unmatched = []  # the scheme's norms for which the block has none at the same place
         for where in ("before", "after", "branch"):
             names = [what.name for what in parts_of(getattr(sublayer, where)) if isinstance(what, NormAt)]
             if names and (path := own[where]) is not None:
                 (move if where == "branch" else stay)[names.pop(0)] = path
                 own[where] = None
-            left += names
-        for where, rest in own.items():
-            if rest is not None and left:
-                (move if where == "branch" else stay)[left.pop(0)] = rest
+            unmatched += names
+        for where, rest in own.items():  # the block's other norms serve for those, whatever their places
+            if rest is not None and unmatched:
+                (move if where == "branch" else stay)[unmatched.pop(0)] = rest
     return stay, move
 
 
@@ -470,6 +483,7 @@ def _local(block: nn.Module, part: Part, sublayer: Sublayer, config: Transformer
     d_model, heads = config.d_model, config.heads
 
     def flat(point: str, change: Change) -> Change:
+        """Returns a change at a point inside the sublayer, with the block's names and widths."""
         change = renamed(change, lambda name: name.replace(".", "_"))
         if not isinstance(change.what, NormAt):
             return change
@@ -478,8 +492,8 @@ def _local(block: nn.Module, part: Part, sublayer: Sublayer, config: Transformer
         found = projected(block, part, point, heads) if point in PROJECTIONS else None
         if found is None:
             return change
-        columns, d_head = found[1:]
-        by_head = change.what.width == d_model // heads and heads > 1
+        _, columns, d_head = found
+        by_head = change.what.width == d_model // heads and heads > 1  # the scheme declared it for one head
         return change._replace(what=change.what._replace(width=d_head if by_head else len(columns)))
 
     inside = {point: tuple(flat(point, change) for change in changes) for point, changes in sublayer.inside.items()}

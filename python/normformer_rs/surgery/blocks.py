@@ -112,7 +112,7 @@ def declared_structure(block: Any) -> Structure:
     own: list[Part] = declaration_of(type(block)).parts(block)
     memory = "encoder_hidden_states"
     parts = tuple(part._replace(memory=memory) if part.kind == "cross-attention" else part for part in own)
-    return Structure(parts, tuple(range(len(parts))), frozenset(), is_found=False)
+    return Structure(parts, writes=tuple(range(len(parts))), reads=frozenset(), is_found=False)
 
 
 _ATTENTION = (Linear("in_proj_weight", ("query", "key", "value")), Linear("out_proj", ("output",)))
@@ -159,9 +159,11 @@ def torchs_parts(block: Any) -> tuple[Part, ...]:
     for name, part in zip(("self_attn", "multihead_attn"), attentions):
         stacked, *others = part.linears
         weight = getattr(at(block, name), "in_proj_weight", None)
+        # not 3·d rows: queries have more of them than keys and values
         if weight is not None and weight.shape[0] != 3 * weight.shape[1]:
             sizes = (size for _, size in stacked_rows(at(block, name)))
-            stacked = stacked._replace(rows=tuple(map(Rows, stacked.roles, (None,) * 3, sizes)))
+            heads = (None,) * 3  # the rows of each role are not divided by head
+            stacked = stacked._replace(rows=tuple(map(Rows, stacked.roles, heads, sizes)))
         if has(block, f"{name}.gate_proj"):
             others.append(Linear(f"{name}.gate_proj", ("output_gate",)))
         found.append(part._replace(linears=(stacked, *others)))
@@ -230,7 +232,7 @@ def shape_of(block: Any) -> dict[str, Any]:
     norm = next((block.get_submodule(part.norm) for part in parts if part.norm is not None), None)
     found = None if norm is None else read_norm(norm)
     user_norm = norm if isinstance(norm, OwnNorm) else None
-    if user_norm is not None:
+    if user_norm is not None:  # a stand-in that has its width
         found = RecognisedNorm(user_norm.width, "layernorm")
     if norm is not None and found is None:
         found = _by_width(norm, structure_of(block).width)
@@ -242,6 +244,7 @@ def shape_of(block: Any) -> dict[str, Any]:
         )
     width = found.width if found is not None else structure_of(block).width
     d_ff = next((size for part in reversed(parts) if (size := _width_into(block, part, "fc2"))), None)
+    # a block without known feed-forward counts as one of the usual width 4·d
     shape: dict[str, Any] = {"d_model": width, "heads": _heads_of(block), "d_ff": d_ff or 4 * (width or 1)}
     if user_norm is not None:
         return shape | {"norm": user_norm.norm}
@@ -284,11 +287,11 @@ def path_of(block: nn.Module, part: Part, role: Role) -> str:
     path = linears[0].path if linears else None
     is_found = type(block) not in TORCHS and structure_of(block).is_found
     if is_found and (len(linears) != 1 or not linears[0].is_called):
-        count: str | None = path  # one layer, which the block does not call
+        shown: str | None = path  # one layer, which the block does not call
         if len(linears) != 1:
-            count = f"{len(linears)} linear layers" if linears else "no linear layer"
+            shown = f"{len(linears)} linear layers" if linears else "no linear layer"
         raise InputError(
-            f"the scheme acts at {role!r} of the {part.kind}, and {type(block).__name__} shows {count} there, as "
+            f"the scheme acts at {role!r} of the {part.kind}, and {type(block).__name__} shows {shown} there, as "
             "mixtures of experts and fused functions do: choose another scheme"
         )
     if path is None:

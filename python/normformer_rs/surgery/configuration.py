@@ -76,6 +76,7 @@ def keeps_function(marks: Any) -> bool:
     swaps = _swaps(marks)
     if not swaps or marks.get("part"):
         return not (isinstance(marks, Mapping) and {"residual", "norm", "folded"} & marks.keys())
+    # an exact swap keeps the function, as does a fold without new biases, for which the stock class has no place
     return all(one.get("exact") is True or (one.get("fold_norms") and not one.get("biases")) for one in swaps)
 
 
@@ -123,18 +124,19 @@ def read_config(folder: Any, kind: Any, **hub: Any) -> Any:
 
     file, _ = PreTrainedConfig.get_config_dict(folder, **hub)
     stock = stock_config(file, folder)
-    made = getattr(kind, "config_class", None)
-    if made is None:
+    config_class = getattr(kind, "config_class", None)
+    if config_class is None:
         if stock.get("model_type") not in CONFIG_MAPPING:
             raise InputError(
                 f"{folder}'s config.json: transformers has no model of type {stock.get('model_type')!r}; import the "
                 "module that registers it, or pass the class of models as kind="
             )
-        made = CONFIG_MAPPING[stock["model_type"]]
-    part = getattr(made, "base_config_key", "")
+        config_class = CONFIG_MAPPING[stock["model_type"]]
+    # the configuration of a part, such as a text model, is a field of the whole model's
+    part = getattr(config_class, "base_config_key", "")
     if part and isinstance(stock.get(part), Mapping):
         stock = dict(stock[part])
-    return swapped_class(made).from_dict(stock)
+    return swapped_class(config_class).from_dict(stock)
 
 
 @cache
@@ -182,7 +184,7 @@ def _loader(auto: Any, stock: Any) -> Any:
     class Loader:
         @classmethod
         def from_pretrained(cls, folder: Any, *_: Any, trust_remote_code: Any = None, **options: Any) -> Any:
-            for name in ("_from_auto", "adapter_kwargs"):
+            for name in ("_from_auto", "adapter_kwargs"):  # Auto classes add these to the caller's options
                 options.pop(name, None)
             return LOAD[0](folder, auto, trust=bool(trust_remote_code), **options)
 
@@ -223,6 +225,7 @@ def model_card(stock: Mapping[str, Any]) -> str:
     kind = (stock.get("architectures") or [stock.get("model_type")])[0]
     marks, swaps = stock[KEY], _swaps(stock[KEY])
     is_whole = swaps and not marks.get("part")
+    # names that the card cites
     names: list[str] = [] if is_whole else [marks[what] for what in ("residual", "norm") if what in marks]
     rows = [f"- in a part of the model: {name}" for name in names]
     for one in swaps:

@@ -53,7 +53,7 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
     """
     unknown: Unknown = {}
     not_residual: Unknown = {}
-    candidates, singles = [*_candidates(model)], [*_alone(model)]
+    candidates, singles = [*_candidates(model)], [*_alone(model)]  # lists of modules; blocks in no list
     if not candidates and not singles:
         raise InputError(
             f"{type(model).__name__} holds no list of modules (ModuleList, Sequential) with blocks: pass the part of "
@@ -65,15 +65,15 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
     stack_paths: list[str] = []
     refused: Unknown = {}
     for path, entries in candidates:
-        if any(_is_below(path, one) for one in stack_paths):
+        if any(_is_below(path, one) for one in stack_paths):  # a list inside a block
             continue
-        kinds, reasons = _examine(entries, found, why)
-        reason = None if kinds else next(iter(reasons.values()))
-        if reason is None and found is not None and (stage := _stage(path, kinds, candidates, found)):
+        members, reasons = _examine(entries, found, why)
+        reason = None if members else next(iter(reasons.values()))  # that of the first entry speaks for the list
+        if reason is None and found is not None and (stage := _stage(path, members, candidates, found)):
             not_residual[path] = stage
         elif reason is None:
             stack_paths.append(path)
-            groups += _groups(model, path, kinds, found)
+            groups += _groups(model, path, members, found)
             unexplained = {name: one for name, one in reasons.items() if not isinstance(one, NotResidual)}
             refused |= {
                 f"{path}.{name}".lstrip("."): _in_words(name, entries, one) for name, one in unexplained.items()
@@ -82,6 +82,7 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
             not_residual[path] = _in_words(next(iter(reasons)), entries, reason)
         elif not any(_is_below(path, one) for one in unknown):
             unknown[path] = _in_words(next(iter(reasons)), entries, reason)
+    # a list around a stack is no fault
     unknown = {path: why for path, why in unknown.items() if not any(_is_below(one, path) for one in stack_paths)}
     unknown |= refused
     groups = groups if found is None else [_with_end(group, found) for group in _joined(model, groups, found)]
@@ -109,7 +110,7 @@ def _loops(model: nn.Module, candidates: Any, example: Any) -> list[Group]:
     no blocks. Each such module becomes a group whose blocks are views of its layers."""
     owners: dict[str, nn.Module] = {}
     for path, _ in candidates:
-        while path:
+        while path:  # each module around a list may have the loop over it
             path = parent_of(path)
             if not isinstance(owner := model.get_submodule(path), LISTS):
                 refuse_again(owner)
@@ -117,7 +118,7 @@ def _loops(model: nn.Module, candidates: Any, example: Any) -> list[Group]:
     found, _ = _run(model, [*owners.values()], example)
     groups: list[Group] = []
     for path, owner in owners.items():
-        if found is None or any(_is_below(group.path, path) for group in groups):
+        if found is None or any(_is_below(group.path, path) for group in groups):  # its loop is in an inner module
             continue
         try:
             calls_of(owner, found)
@@ -127,8 +128,8 @@ def _loops(model: nn.Module, candidates: Any, example: Any) -> list[Group]:
         names = [f"{path or type(owner).__name__}[{i}]" for i in range(len(layers))]
         group = Group(path, names, views(owner, layers), owner, len(layers), loop=owner)
         if end is not None:
-            at = f"{path}.{parent_of(end)}".strip(".")
-            group = group._replace(end=End(model.get_submodule(at), at, end.rpartition(".")[2]))
+            holder_path = f"{path}.{parent_of(end)}".strip(".")
+            group = group._replace(end=End(model.get_submodule(holder_path), holder_path, end.rpartition(".")[2]))
         groups.append(group)
     return groups
 
@@ -141,9 +142,11 @@ def _stage(path: str, blocks: dict[str, nn.Module], candidates: Any, found: Reco
         known, parts = STRUCTURES.get(block), {*block.modules()}
         lists = [entries for one, entries in candidates if one != path and _is_below(one, path)]
         inside = [entry for entries in lists for _, entry in entries if entry in parts and _is_known(entry, found)]
+        # the blocks inside, of several sublayers each, account for all sublayers of the entry
         counts = [len(structure(entry, found, found.roles).parts) for entry in inside]
         if known is not None and counts and min(counts) > 1 and sum(counts) == len(known.parts):
             return f"{name} is a stage: its sublayers are those of a list of blocks"
+        # a norm after a sublayer that no inner block contains stands after the whole inner list
         covered = {part for entry in inside for part in entry.modules()}
         after = [part.after for part in (() if known is None else known.parts) if part.after is not None]
         if inside and (norm := next((one for one in after if block.get_submodule(one) not in covered), None)):
@@ -170,9 +173,9 @@ def _joined(model: nn.Module, groups: list[Group], found: Record) -> list[Group]
             joined.append(group)
             continue
         path = before.path
-        while path and not _is_below(group.path, path):
+        while path and not _is_below(group.path, path):  # up to the innermost module around both lists
             path = parent_of(path)
-        is_list = isinstance(model.get_submodule(path), LISTS) and path
+        is_list = isinstance(model.get_submodule(path), LISTS) and path  # a list of lists counts as the stack's list
         holder = model.get_submodule(parent_of(path) if is_list else path)
         joined[joined.index(before)] = before._replace(
             path=path if is_list else before.path,
@@ -192,8 +195,9 @@ def _follows(group: Group, before: Group, found: Record) -> bool:
     if not {last, first} <= found.calls.keys() or any(block not in STRUCTURES for block in (last, first)):
         return False
     ends, begins = STRUCTURES[last], STRUCTURES[first]
-    alike = (len(ends.parts), ends.width, ends.calls, begins.calls) == (len(begins.parts), begins.width, 1, 1)
-    return alike and found.calls[last][-1].y == found.calls[first][0].x
+    are_alike = (len(ends.parts), ends.width) == (len(begins.parts), begins.width)
+    are_called_once = ends.calls == begins.calls == 1
+    return are_alike and are_called_once and found.calls[last][-1].y == found.calls[first][0].x
 
 
 def none_found(model: nn.Module, unknown: Unknown) -> InputError:
@@ -253,6 +257,7 @@ def _run(model: nn.Module, blocks: list[nn.Module], example: Any) -> tuple[Recor
             said = str(reason).partition("\n")[0]
             return None, f"it does not take the input that its configuration tells ({type(reason).__name__}: {said})"
         norms = {module for module, kind in found.kinds.items() if kind == "norm"}
+        # the last matrix of each branch → all matrices of that branch
         ends = {last: own for block in blocks for last, own in writers(block, found)}
         found.roles = find_roles(model, run, norms, ends) if ends else Roles({})
     return found, ""
@@ -277,13 +282,13 @@ def _run_of_twin(model: nn.Module, blocks: list[nn.Module], example: Any) -> tup
     with _OneRow():
         found, why = _run(twin, [*inside.values()], example)
     if found is not None:
-        own = {twin.get_submodule(name): module for module, name in names.items()}
+        own = {twin.get_submodule(name): module for module, name in names.items()}  # the copy's module → the model's
         found.stand_for(own)
         parameters = dict(model.named_parameters())
-        names = {p: name for name, p in twin.named_parameters()}
-        matrices = found.roles.matrices.items()
+        paths = {p: path for path, p in twin.named_parameters()}
+        matrices = found.roles.matrices.items()  # the keys are linear layers and bare parameters
         found.roles = found.roles._replace(
-            matrices={own[key] if isinstance(key, nn.Module) else parameters[names[key]]: m for key, m in matrices}
+            matrices={own[key] if isinstance(key, nn.Module) else parameters[paths[key]]: m for key, m in matrices}
         )
     return found, why
 
@@ -293,10 +298,11 @@ class _OneRow(TorchFunctionMode):
     repeats the result. torch would copy the whole matrix into memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.linear and args[1].stride() == (0, 1):
+        if func is nn.functional.linear and args[1].stride() == (0, 1):  # the weight's rows are one row in memory
+            # the bias may be given by position, by name, or not at all
             x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
             y = func(x, weight[:1]).expand(*x.shape[:-1], len(weight))
-            return y.clone() if bias is None else y + bias
+            return y.clone() if bias is None else y + bias  # the clone may be written in place, as a real output may
         return func(*args, **(kwargs or {}))
 
 
@@ -344,7 +350,8 @@ def _alone(model: nn.Module) -> Iterator[Group]:
     for path, module in model.named_modules():
         parent = model.get_submodule(parent_of(path))
         if is_block(type(module)) and (path == "" or not isinstance(parent, LISTS)):
-            yield Group(parent_of(path), [path], [module], model.get_submodule(parent_of(parent_of(path))), 1)
+            holder = model.get_submodule(parent_of(parent_of(path)))
+            yield Group(parent_of(path), [path], [module], holder, depth=1)
 
 
 def _groups(model: nn.Module, path: str, blocks: dict[str, nn.Module], found: Record | None) -> Iterator[Group]:
@@ -354,13 +361,14 @@ def _groups(model: nn.Module, path: str, blocks: dict[str, nn.Module], found: Re
     alike: dict[Any, dict[str, nn.Module]] = {}
     for name, block in blocks.items():
         structure = structure_of(block) if not isinstance(block, tuple(TORCHS)) else None
-        sort = type(block) if structure is None else (len(structure.parts), structure.width)
-        alike.setdefault(sort, {})[f"{path}.{name}".lstrip(".")] = block
+        criterion = type(block) if structure is None else (len(structure.parts), structure.width)
+        alike.setdefault(criterion, {})[f"{path}.{name}".lstrip(".")] = block
     entries = [unwrapped(entry) for entry in listed._modules.values() if entry is not None]
     for by_name in alike.values():
         members = [*by_name.values()]
         kinds = tuple({type(block) for block in members})
         depth = sum(_layers(entry) for entry in entries if entry in members)
+        # entries of a subclass that are no blocks still are layers
         depth += sum(isinstance(entry, kinds) and entry not in blocks.values() for entry in entries)
         runs = 1 if found is None else found.runs.get(holder, 1)
         yield Group(

@@ -50,13 +50,14 @@ class ExactSwap:
         refuse_meta(model, BY)
         self.flow = flow = Flow.needed(model, example, self.places)
         fit, self.unfit = flow.streams(self.known)
+        # a norm that writes a stream is not swapped: its output is centred
         writing = {writer.module for writers in fit.values() for writer in writers}
         fit = {norm: writers for norm, writers in fit.items() if norm not in writing}
         every = flow.sites(self.known)
         self.sites: dict[nn.Module, Site] = {norm: every[norm] for norm in fit}
         if not [*self.unfit, *fit]:
             return  # all norms are RMSNorm
-        if all(site.fault for site in self.sites.values()):
+        if all(site.fault for site in self.sites.values()):  # also if no norm fits
             norm, reason = next(iter((self.unfit or {n: s.fault for n, s in self.sites.items()}).items()))
             raise InputError(
                 f"{BY} finds no LayerNorm that reads nothing but what can be centred, and that a branch reads: of "
@@ -76,6 +77,7 @@ class ExactSwap:
         settled: dict[Any, _Writer] = {}
         for writer in self.writers:
             matrix = writer.matrix
+            # writers with tied weights have one key, and are centred once
             key = writer.module if matrix is None else tuple(map(id, matrix.parameters.values()))
             fault = self._fault(writer, every)
             if fault:
@@ -93,7 +95,7 @@ class ExactSwap:
         if writer.matrix is None:
             return f"{writer.name} is a {type(writer.module).__name__}"
         other = self.places.beyond(writer.matrix, every)
-        is_parameter = writer.matrix.bias == ""
+        is_parameter = writer.matrix.bias == ""  # and no layer, whose kind could be at fault
         fault = "" if is_parameter else writer.matrix.fault()
         return fault or (f"{writer.name} shares a parameter with {other}" if other else "")
 
@@ -130,14 +132,14 @@ class ExactSwap:
             for matrix in self.sites[norm].readers:
                 matrix.take_in(None, getattr(norm, self.known[norm].bias or "").detach())
         rows = []
-        for name, written, module in self.writers:
+        for name, weights, module in self.writers:
             kind = type(module).__name__
-            if written is not None:
-                written.centre()
+            if weights is not None:
+                weights.centre()
             else:
                 edits.remember(module)
                 reclass(module, converted_class(type(module), Centred))
-            rows.append(Row(name, kind, kind, "output centred" if written is None else "centred"))
+            rows.append(Row(name, kind, kind, "output centred" if weights is None else "centred"))
         return rows
 
     def edited(self, swapped: Collection[nn.Module]) -> list[nn.Parameter]:
@@ -169,9 +171,10 @@ def _found_writer(writer: Writer, name: str) -> _Writer:
     """Returns a writer that `Flow` found, with its matrix if its weight has two or more dimensions. `name`: one of the
     module's paths."""
     _, module, leaf = writer
-    if leaf is not None:
+    if leaf is not None:  # a bare parameter, whose last dimension is the stream's width
         matrix = Matrix(name, module, leaf, "", getattr(module, leaf).dim() - 1)
         return _Writer(join(name, leaf), matrix, module)
+    # the dimension of the weight that is the stream's width
     axis = 1 if isinstance(module, nn.Embedding) or type(module).__name__ == "Conv1D" else 0
     matrix = Matrix(name, module, "weight", "bias", axis)
     has_rows = getattr(module._parameters.get("weight"), "ndim", 0) > 1

@@ -44,7 +44,7 @@ def quietly(model: nn.Module) -> Iterator[None]:
     held = [(module, name, b, b.clone()) for module in modes for name, b in module._buffers.items() if b is not None]
     devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
     numpy: Any = sys.modules.get("numpy.random")
-    states = random.getstate(), numpy and numpy.get_state()
+    python_state, numpy_state = random.getstate(), numpy and numpy.get_state()
     is_fused = torch.backends.mha.get_fastpath_enabled()  # torch.nn's fused evaluation fails without biases
     with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
         torch.default_generator.manual_seed(0)  # torch.manual_seed would seed every GPU, too
@@ -58,9 +58,9 @@ def quietly(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(is_fused)
-            random.setstate(states[0])
+            random.setstate(python_state)
             if numpy:
-                numpy.set_state(states[1])
+                numpy.set_state(numpy_state)
             for module, mode in modes.items():
                 module.training = mode
             with torch.no_grad(), torch._C.DisableTorchFunction():  # a recorded run must not see these copies
@@ -116,7 +116,7 @@ def _of_transformers(model: Any, config: Any, p: Tensor) -> dict[str, Tensor] | 
 
     def tokens(of: Any) -> Tensor:
         size: int = getattr(of, "vocab_size", 0) or getattr(config, "vocab_size", 100)
-        first = min(4, size - 1)
+        first = min(4, size - 1)  # the first numbers often are padding and other special tokens
         return torch.arange(rows * TOKENS, device=p.device).view(rows, TOKENS) % (size - first) + first
 
     if name == "input_ids" or model.__class__.__name__.startswith(("CLIPModel", "SiglipModel")):
@@ -127,14 +127,15 @@ def _of_transformers(model: Any, config: Any, p: Tensor) -> dict[str, Tensor] | 
         channels = getattr(vision, "num_channels", 3)
         frames = getattr(config, "num_frames", None)
         given["pixel_values"] = _numbers(p, 1, *([frames] if frames else []), channels, height, width)
-        if "input_ids" in given:
+        if "input_ids" in given:  # two images for the two rows of tokens
             given["pixel_values"] = given["pixel_values"].expand(2, *given["pixel_values"].shape[1:])
     if name in ("input_features", "input_values"):
         bins = getattr(config, "num_mel_bins", None)
-        length = 2 * getattr(config, "max_source_positions", 200)
+        length = 2 * getattr(config, "max_source_positions", 200)  # Whisper's convolutions halve it
         if name == "input_values" and bins:
             given[name] = _numbers(p, 1, getattr(config, "max_length", 64), bins)
         else:
+            # without bins, a quarter of a second of sound at 16 kHz
             given[name] = _numbers(p, 1, bins, length) if bins else _numbers(p, 1, 4000)
     if not given:
         return None

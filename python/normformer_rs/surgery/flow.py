@@ -162,12 +162,13 @@ class Flow:
         """Yields the norms that are written as operations in a module's forward: the path of the innermost such module,
         the module, and a message."""
         values = {key(t): t for t in tensors_in(self.found.alive)}
-        # the innermost module first
+        # by number of operations, so that the innermost module comes first
         spans = sorted(
             ((call.last - call.first, call, module) for module, calls in self.found.calls.items() for call in calls),
             key=lambda one: one[0],
         )
         found: dict[nn.Module, str] = {}
+        # operations that read the parameters of an uncalled norm are left out: `only_read` reports them
         own = {id(p) for norm in self.only_read() for p in norm.parameters(recurse=False)}
         for number, node in enumerate(self.found.nodes):
             if node.module is None and own.isdisjoint(k[0] for k in node.inputs) and _norms_rows(node, values):
@@ -229,6 +230,7 @@ class Flow:
         layers = {name for matrix in site.readers for name in self.places.modules[matrix.owner]}
         for matrix in site.readers:
             name, owner, read = matrix.name, matrix.owner, sources[matrix]
+            # a call that reads no norm, or calls that read several norms
             reads_others = len(self.calls(owner)) > len(read) or len({*read.values()}) > 1
             yield f"{name} reads something else, too" if reads_others else ""
             raw = self._read_raw(owner)
@@ -245,7 +247,7 @@ class Flow:
         """Yields the linear layers that read the output of a norm's call, each with the identity of the reading call.
         Errors: Stranger if anything else reads the output."""
         todo, width = [*node.outputs], node.made[0][-1:]
-        for at in each_once(todo):
+        for at in each_once(todo):  # the loop appends tensors that still hold the norm's columns
             if at in self.found.returned:
                 raise Stranger("the model returns it")
             for reader in self.readers.get(at, ()):
@@ -257,7 +259,7 @@ class Flow:
                     yield from ((matrix, id(reader)) for matrix in projections)
                 elif (is_identity or reader.what in UNCHANGED) and all(size[-1:] == width for size in reader.made):
                     todo += reader.outputs
-                elif reader.outputs[0] != at:
+                elif reader.outputs[0] != at:  # an operation that returns this very tensor does not use its numbers
                     raise Stranger(f"{self._described(reader)} reads it, too")
 
     def _projections(self, reader: Node, at: Key) -> list[Matrix]:
@@ -268,6 +270,7 @@ class Flow:
             return []
         stacked = Matrix(self.name(owner), owner, "in_proj_weight", "in_proj_bias", 0)
         shares = stacked_rows(owner)
+        # inputs 0, 1 and 2 are those of queries, keys and values; the output gate reads input 0, too
         found = [stacked._replace(share=shares[i]) for i in range(3) if reader.inputs[i] == at]
         gate = getattr(owner, "gate", None) if reader.inputs[0] == at else None
         return found if gate is None else [*found, Matrix(self.name(gate), gate, "weight", "bias", 0)]
@@ -312,9 +315,9 @@ class Flow:
         """Returns the writers of the stream that the tensor `start` belongs to. Errors: Stranger if a centred stream
         would change anything but LayerNorms' inputs, for instance the model's output."""
         width = self._width(start)
-        writers: dict[Writer, None] = {}
+        writers: dict[Writer, None] = {}  # an ordered set
         todo = [start]
-        for at in each_once(todo):
+        for at in each_once(todo):  # the loop appends the tensors from which this one comes, and those made of it
             if at in self.found.returned:
                 raise Stranger("the model returns its residual stream without a norm")
             todo += self._sources(at, width, writers)
@@ -322,6 +325,7 @@ class Flow:
                 norm = known.get(reader.module) if reader.what == "norm" and reader.module is not None else None
                 if norm is not None and norm.computes == "layernorm":
                     continue
+                # sums, moves and multiplications by a number keep the mean of a row at 0, if its columns stay
                 keeps = reader.what in ADDITIONS | _PASSES | {str(RESIDUAL)} or reader.factor is not None
                 if not keeps or any(size[-1:] != (width,) for size in reader.made):
                     raise Stranger(f"{self._described(reader)} reads the residual stream")
@@ -347,6 +351,7 @@ class Flow:
         if node.what in ("linear", "embedding", "scale", "norm") and node.module is not None:
             writers[Writer(self.name(node.module), node.module, None)] = None
             return []
+        # an attention counts as one operation, and its output matrix writes the stream
         if node.what == "attention" and node.outputs[0] == at and not _changes(node.module, "after_output"):
             attention: Any = node.module
             if said := disturbed(self.name(attention), attention):
@@ -354,11 +359,13 @@ class Flow:
             writers[Writer(self.name(attention.out_proj), attention.out_proj, None)] = None
             return []
         size = node.made[node.outputs.index(at)]
+        # with two arguments, the residual operator is an addition
         is_sum = node.what in ADDITIONS or (node.what == str(RESIDUAL) and len(node.inputs) == 2)
         if is_sum or node.what in _PASSES or node.factor is not None:
-            rows = [k for k, shape in zip(node.inputs, node.shapes) if shape[-1:] == (width,)]
-            if size[-1:] == (width,) and len(rows) == len(node.inputs):
-                return rows
+            operands = [k for k, shape in zip(node.inputs, node.shapes) if shape[-1:] == (width,)]
+            # an operand of another width, such as one column, would be added to every column
+            if size[-1:] == (width,) and len(operands) == len(node.inputs):
+                return operands
         conv = self._convolution(node, width)
         if conv is None:
             raise Stranger(f"{self._described(node)} writes the residual stream")
@@ -369,7 +376,7 @@ class Flow:
         """Returns the convolution whose channels are the columns of `node`'s output. None: there is none."""
         while node.what in _MOVES and node.inputs and (number := self.found.made.get(node.inputs[0])) is not None:
             node = self.found.nodes[number]
-        has_width = node.what == "conv" and node.made[0][1] == width
+        has_width = node.what == "conv" and node.made[0][1] == width  # dimension 1 of a convolution is its channels
         return node.module if has_width else None
 
 
@@ -384,10 +391,10 @@ def _norms_rows(node: Node, values: Mapping[Key, Tensor]) -> bool:
     if node.what in ("layer_norm", "rms_norm"):
         return True
     if node.what not in TIMES | {"normalize"} or node.factor is not None or node.made[0][-1] < 4:
-        return False
+        return False  # rows of fewer than 4 numbers may have equal lengths by chance
     y, x = values.get(node.outputs[0]), None
     for at, shape in zip(node.inputs, node.shapes):
-        x = values.get(at) if shape == node.made[0] else x
+        x = values.get(at) if shape == node.made[0] else x  # the factor of y's shape; the other one scales its rows
     return x is not None and y is not None and _spread(y) < 0.01 and _spread(x) > 0.05
 
 

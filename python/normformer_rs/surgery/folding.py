@@ -96,6 +96,7 @@ def _prove(model: nn.Module, found: dict[nn.Module, Site], flow: Flow, edits: Ed
         for p in dict.fromkeys(model.parameters()):
             if _is_constant(p):
                 state.keep_values([p])
+                # gains move by about a third; matrices of 1/√fan_in keep the outputs at the size of their inputs
                 size = 0.3 if p.dim() < 2 else p.shape[-1] ** -0.5
                 p.add_((size * torch.randn(p.shape, generator=random)).to(p))
         before = flow.outputs()
@@ -211,6 +212,7 @@ def fold_admin(model: nn.Module) -> int:
             raise InputError(f"{before.name}, a {kind}, has no gain for each column to take ω in")
         if not site.omega.all():
             raise InputError(f"the ω before {site.name} has a zero, and columns cannot be divided by it")
+    # a tensor that occurs twice would be multiplied or divided twice
     changed = [t.data_ptr() for before, site in pairs for t in (before.norm.weight, *site.readers)]
     if len({*changed}) < len(changed):
         raise InputError("layers share parameters, whose gains ω differ: they cannot be folded into them")
@@ -246,8 +248,10 @@ def _stacks(model: nn.Module) -> Iterator[Iterator[_Site]]:
     stacks: dict[Any, list[tuple[nn.Module, nn.Module, Place]]] = {}
     for name, block in model.named_modules():
         owner, place = residual_of(block) or block, place_of(block)
+        # a swapped block, or a layer of `normformer_rs.nn`
         if place is not None and (owner is not block or isinstance(block, Layer)):
             listed = parent_of(name.replace("._orig_mod", "").replace("._checkpoint_wrapped_module", ""))
+            # one stack: layers of one list, class, number of sublayers and width
             alike = type(block), len(place.sublayers), place.config.d_model
             stacks.setdefault((listed, *alike), []).append((block, owner, place))
     for blocks in stacks.values():

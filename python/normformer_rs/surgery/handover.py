@@ -67,6 +67,7 @@ def _hand_over_accelerates(old: nn.Module, new: nn.Module) -> None:
         new.__dict__.update({} if beneath is None else {"forward": beneath})
     if has_accelerates_hook(old):
         wrapper: Any = old.__dict__["forward"]
+        # accelerate binds the module as the first argument
         rebound = functools.partial(wrapper.func, new, *wrapper.args[1:], **wrapper.keywords)
         hooked = {"_hf_hook": old.__dict__["_hf_hook"], "_old_forward": new.forward}
         new.__dict__.update(hooked | {"forward": functools.update_wrapper(rebound, new.forward)})
@@ -86,7 +87,8 @@ def own_forward(module: nn.Module) -> Any:
     own: dict[str, Any] = vars(module)
     forward = own["_old_forward"] if has_accelerates_hook(module) else own.get("forward")
     function, owner = getattr(forward, "__func__", None), getattr(forward, "__self__", None)
-    return None if function is type(module).forward and owner is module else forward
+    is_stock = function is type(module).forward and owner is module  # the class's forward, bound to the instance
+    return None if is_stock else forward
 
 
 def refuse_own_forward(name: str, module: nn.Module) -> None:
@@ -144,6 +146,7 @@ def _names_in(kind: Any) -> frozenset[str]:
         if parent is nn.Module:
             break
         for function in vars(parent).values():
+            # the code of a function or of a property's getter; nested functions are among its constants
             whole = getattr(inspect.unwrap(getattr(function, "fget", None) or function), "__code__", None)
             codes = [] if whole is None else [whole]
             while codes:

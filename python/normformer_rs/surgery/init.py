@@ -57,6 +57,7 @@ def _draw(linear: Linear, weight: Tensor, bias: Tensor | None, place: Place, sub
         if last - first == len(index):  # adjacent rows can be drawn in place
             draw_linear(weight[first:last], None if bias is None else bias[first:last], (role,), place, sublayer)
             continue
+        # other rows are drawn beside the matrix, and then copied into it
         at = torch.tensor(index, device=weight.device)
         rows = weight.new_empty(len(index), weight.shape[1])
         part_of_bias = weight.new_empty(len(index)) if bias is None else bias[at]

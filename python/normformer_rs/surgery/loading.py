@@ -97,9 +97,10 @@ def load_swapped(
             f"{folder}: its weights have other shapes than the swaps that its config.json names, as the report above "
             "says: pass swap=, a function that swaps as the saved model was"
         ) from error
-    leaves = {name.rpartition(".")[2] for name in report["missing_keys"]}
-    strange = {name.rpartition(".")[2] for name in report["unexpected_keys"]}
-    if swaps and (lost := sorted(leaf for leaf in leaves - strange if leaf.startswith(MARKS))):
+    missing = {name.rpartition(".")[2] for name in report["missing_keys"]}
+    unexpected = {name.rpartition(".")[2] for name in report["unexpected_keys"]}
+    # a marking buffer that the file lacks under any path: the weights are of a model without that swap
+    if swaps and (lost := sorted(leaf for leaf in missing - unexpected if leaf.startswith(MARKS))):
         raise InputError(
             f"{folder}: its weights are of no model with {lost[0]}, a swap that its config.json names: load it with "
             "from_pretrained, or pass swap=, a function that swaps as the saved model was"
@@ -197,6 +198,7 @@ def _check_norms(one: Mapping[str, Any], where: str) -> None:
             continue
         if name not in defaults:
             raise InputError(f"{where}: {to} has no option {name!r}; it has {', '.join(defaults)}")
+        # eps=None stands for the machine epsilon, whatever the default is
         if not (value is None and name == "eps") and not _is_like(value, defaults[name]):
             raise InputError(f"{where}: {name} of {to} has a wrong value, {_shown(value)}")
 
@@ -229,7 +231,7 @@ def _check_residuals(one: Mapping[str, Any], where: str) -> None:
     # a file names no init, because its weights are loaded
     fields = {field.name: field for field in TransformerConfig.FIELDS if field.name != "init"}
     depth = one.get("depth")
-    depths = depth if isinstance(depth, list) and len(depth) == 2 else [depth]
+    depths = depth if isinstance(depth, list) and len(depth) == 2 else [depth]  # two: those of encoder and decoder
     if depth is not None and not all(type(number) is int and 1 <= number <= _DEEPEST for number in depths):
         raise InputError(f"{where}: depth must be one or two numbers from 1 to {_DEEPEST}; got {_shown(depth)}")
     for name, value in one.items():
@@ -282,10 +284,12 @@ def _found(model: Any, names: list[str], where: str) -> set[str]:
     has_base = prefix != "." and prefix[:-1] in existing
     with_base = [name for name in names if name.startswith(prefix)] if prefix != "." else []
     others = [name for name in names if name not in {*with_base}]
+    # a base model has its norms without the prefix
     found = {*with_base} if has_base else {name.removeprefix(prefix) for name in with_base}
     # if the base model alone was saved, no name has the prefix
     found |= {prefix + name if has_base and not with_base and name not in existing else name for name in others}
     missing = sorted(found - existing)
+    # beside names with the prefix, those without it are of the head
     heads = [name for name in missing if with_base and name in others]
     if lost := [name for name in missing if name not in heads]:
         raise InputError(

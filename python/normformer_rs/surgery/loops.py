@@ -25,11 +25,13 @@ def layers_of(structure: Structure) -> tuple[list[Structure], str | None]:
     """Returns the structures of a loop's layers, and the path of the norm after the last layer (None: there is none). A
     layer is the shortest sequence of kinds of sublayers whose repetition gives the loop. Errors: Unaccounted."""
     parts, end = structure.parts, None
+    # a norm after the last sublayer alone is the one after the last layer
     if parts[-1].after is not None and all(part.after is None for part in parts[:-1]):
         end = parts[-1].after
         norm = parts[-1].before or parts[-1].branch
         parts = (*parts[:-1], parts[-1]._replace(after=None, norm=norm))
     kinds = [part.kind for part in parts]
+    # the least n for which the first n kinds, repeated, begin with all kinds
     size = next(n for n in range(1, len(kinds) + 1) if kinds == (kinds[:n] * len(kinds))[: len(kinds)])
     if len(kinds) % size or size > 3:  # a layer has at most self-attention, cross-attention and a feed-forward
         raise Unaccounted(f"its sublayers do not repeat, so that its layers are not known: {', '.join(kinds)}")
@@ -89,11 +91,12 @@ class LoopResidual(nn.Module):
     def write(self, i: int, streams: Streams, f: Tensor, following: int | None) -> Streams:
         """Returns the streams after sublayer i has added its branch f. `following`: the next sublayer's number."""
         layer, own = self.layer_of(i)
-        if following is not None and following // self.size == i // self.size:
+        if following is not None and following // self.size == i // self.size:  # in the same layer
             return layer.write(own, streams, f, following % self.size)
         streams = layer.write(own, streams, f, None)
         if following is None:
             return streams
+        # the next sublayer begins another layer: leave this one, and enter that
         after, own = self.layer_of(following)
         streams = after.enter(layer.leave(streams, i // self.size), following // self.size, False)
         return open_streams(after, after.sublayers[own], streams)

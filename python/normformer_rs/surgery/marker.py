@@ -69,7 +69,7 @@ def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str,
 def _wholes(model: nn.Module) -> list[nn.Module]:
     """Returns the Hugging Face models that contain this one and have a configuration of their own."""
     ours = {id(config) for config in configs_of(model)}
-    found = []
+    wholes = []
     are_modules: dict[type, bool] = {}  # kept by type: a process has millions of objects of some thousands of types
     for one in gc.get_objects():
         kind = type(one)
@@ -80,8 +80,8 @@ def _wholes(model: nn.Module) -> list[nn.Module]:
         config = vars(one).get("config")
         is_saved = hasattr(config, "to_json_file") and id(config) not in ours
         if is_saved and any(part is model for part in one.modules()):
-            found.append(one)
-    return found
+            wholes.append(one)
+    return wholes
 
 
 _OWN: "weakref.WeakKeyDictionary[nn.Module, dict[int, Any]]" = weakref.WeakKeyDictionary()
@@ -92,6 +92,7 @@ def _copy_configs(model: nn.Module, edits: Edits) -> None:
     """Replaces a model's configurations by copies, since other models may share them. Modules that contain the model
     and have the same configurations get the same copies."""
     modules = dict.fromkeys(model.modules())
+    # identities of the copies that this model has already, and of those that any model has
     copied_before = {number for module in modules for number in _OWN.get(module, ())}
     copied_for_any = {number for numbers in _OWN.values() for number in numbers}
     configs = [config for config in configs_of(model) if id(config) not in copied_before]
@@ -106,6 +107,7 @@ def _copy_configs(model: nn.Module, edits: Edits) -> None:
     for number in copies.keys() & copied_for_any:
         vars(copies[number]).pop(KEY, None)  # these marks belong to another model
     own = {id(vars(module)) for module in modules}
+    # Python reports as referrer either an object or the dictionary of its attributes
     referrers = [r if isinstance(r, dict) else getattr(r, "__dict__", {}) for r in gc.get_referrers(*configs)]
     # the attributes of each module outside the model that contains it and has one of these configurations
     around = [h for h in referrers if isinstance(h.get("_modules"), dict) and id(h) not in own and _holds(h, model)]
@@ -115,8 +117,9 @@ def _copy_configs(model: nn.Module, edits: Edits) -> None:
 
     def back() -> None:
         """Puts the original configurations back, unless something was written into the copies since."""
+        # the attributes of each copy, with originals for the copies among them, and those of its original
         pairs = ((_exchanged(vars(one), originals), vars(originals[id(one)])) for one in copies.values())
-        if all(mine.keys() == own.keys() and all(mine[n] is own[n] for n in own) for mine, own in pairs):
+        if all(now.keys() == then.keys() and all(now[n] is then[n] for n in then) for now, then in pairs):
             for held_by in holders:
                 held_by.update(_exchanged(held_by, originals))
 
@@ -199,6 +202,7 @@ def warn_of_adapters(model: nn.Module, title: str, made: Iterable[tuple[str, nn.
     changing = [
         name.rpartition(".")[2]
         for name, module in made
+        # PEFT itself keeps these two: the copy that it saves, and the original
         if not {"modules_to_save", "original_module"} & {*name.split(".")}
         and (
             any(p.requires_grad for p in module.parameters())

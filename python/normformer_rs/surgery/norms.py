@@ -133,14 +133,15 @@ def _swap(
     for name, module, _ in norms:
         if module in read and (filter is None or filter(name, module)):
             staying[name] = Row(name, type(module).__name__, type(module).__name__, f"stays: {read[module]}")
-    norms = [found for found in norms if found[1] not in read]
+    norms = [(name, module, known) for name, module, known in norms if module not in read]
     if not norms:
         named = "".join(f"; {name or 'the model'}, a {row.old}, {row.note}" for name, row in staying.items())
         raise InputError(
             f"{type(model).__name__} holds no known norm over the last dimension{named}: register a class with "
             "normformer_rs.surgery.register_norm(kind, reader)"
         )
-    if norms[0][1] is model:
+    _, first_norm, _ = norms[0]
+    if first_norm is model:
         raise InputError(
             f"the model is itself a {type(model).__name__}, and no module holds it, so nothing can take its place: "
             "make the norm with normformer_rs.nn instead, or pass the module that holds it"
@@ -164,6 +165,7 @@ def _swap(
             continue
         places.append((name, module))
         if module not in made:
+            # a β that cannot be folded stays in an RMSNorm with a bias
             keeps_bias = plan is not None and known.bias is not None and not plan.folds(module)
             into = target._replace(make=BiasedRMSNorm) if keeps_bias else target
             made[module] = _twin(name, module, known, into, init, _nearest(model, name), options)
@@ -172,6 +174,7 @@ def _swap(
                 made[module] = made[module]._replace(note=plan.note(module))
             _share(module, made[module], shared)
 
+    # without a run, nothing else shows that the model calls a norm by another name
     beside = held_beside(model, made) if flow is None else {}
     if beside:
         old, attribute = next(iter(beside.items()))
@@ -241,7 +244,7 @@ def held_beside(model: nn.Module, norms: Iterable[nn.Module]) -> dict[nn.Module,
         own = {} if id(module) in wanted else vars(module)
         for name, value in own.items():
             todo = [] if name in _MODULES_OWN else [value]
-            seen: dict[int, Any] = {}
+            seen: dict[int, Any] = {}  # keeps the objects alive, so that no other one gets their identity
             while todo:
                 one = todo.pop()
                 if id(one) in seen:
@@ -299,7 +302,7 @@ class _Target(NamedTuple):
             return type(module) is self.make
         settings = FAMILIES[self.title].settings if self.title in FAMILIES else {}
         wanted = {name: value for name, value in settings.items() if name not in ("eps", "elementwise_affine")}
-        if settings and not settings["elementwise_affine"]:
+        if settings and not settings["elementwise_affine"]:  # the family's norms have no γ
             wanted["weight"] = None
         is_same_norm = own_name(module) == self.computes
         return is_same_norm and all(getattr(module, name) == value for name, value in wanted.items())
@@ -361,6 +364,7 @@ def _options(make: Callable[..., Any]) -> list[str] | None:
     parents = make.__mro__[: make.__mro__.index(nn.Module)] if isinstance(make, type) else [make]
     for parent in parents:
         function = vars(parent).get("__init__", make.__init__) if isinstance(parent, type) else parent  # type: ignore[misc]
+        # without the width and, in a class, self
         own = [*inspect.signature(function).parameters.values()][2 if isinstance(parent, type) else 1 :]
         names += [p.name for p in own if p.kind != p.VAR_KEYWORD and p.name not in names]
         if all(p.kind != p.VAR_KEYWORD for p in own):
@@ -408,7 +412,7 @@ def _twin(
 ) -> _NewNorm:
     """Returns the new norm that replaces `old` at `path`, on the device and with the dtype of `like`. `known`: the norm
     that `old` computes. Errors: InputError if the new norm has another width."""
-    has_bias = known.bias is not None or known.computes != "layernorm"
+    has_bias = known.bias is not None or known.computes != "layernorm"  # in a layernorm alone, its absence is a choice
     wanted: dict[str, Any] = {"device": like.device, "dtype": like.dtype, "bias": has_bias}
     if known.gain is None and known.bias is None:
         wanted["elementwise_affine"] = False
@@ -457,8 +461,10 @@ def _twin(
                 f"{path} is a PRepBN that has begun to fade, and {target.title} cannot take its values over: swap it "
                 'for repbn, which computes what it computes in evaluation, or give init="default"'
             )
-        notes += ["share dropped"] * (isinstance(old, nfnn.RepBN) and not isinstance(old, nfnn.PRepBN))
+        if isinstance(old, nfnn.RepBN) and not isinstance(old, nfnn.PRepBN):
+            notes.append("share dropped")
         notes += _match(old, known, new, new_known)
+    # parameters without a counterpart are frozen or trained, and marked, as the old norm's first one
     first = next(old.parameters(recurse=False), None)
     learned = {new_name: getattr(old, old_name) for old_name, new_name in pairs.items()}
     for name, parameter in parameters.items():
@@ -491,12 +497,13 @@ def _match(old: Any, known: RecognisedNorm, new: Any, new_known: RecognisedNorm)
     old_gain, new_gain = getattr(old, known.gain).detach(), getattr(new, new_known.gain)
     if not (old_gain.is_meta or new_gain.is_meta):
         relative = known.factor * (known.offset + old_gain.to("cpu", torch.float64))
-        if new_gain.numel() == 1 and relative.numel() > 1:
+        if new_gain.numel() == 1 and relative.numel() > 1:  # outputs keep their length on average
             relative = relative.square().mean().sqrt()
         new_gain.copy_((relative / new_known.factor - new_known.offset).broadcast_to(new_gain.shape))
         is_same_form = known.offset == new_known.offset != 0 and known.factor == new_known.factor
         if is_same_form and old_gain.shape == new_gain.shape:  # copied without a rounding of offset + gain
             new_gain.copy_(old_gain)
+    # new gain = times·(plus + old gain)
     times, plus = known.factor / new_known.factor, known.offset - new_known.offset * new_known.factor / known.factor
     if old_gain.numel() != new_gain.numel() or (known.gain, times, plus) == (new_known.gain, 1, 0):
         return []
@@ -513,8 +520,9 @@ def _exchanged(model: nn.Module, places: list[tuple[str, nn.Module]], made: Mapp
     out: Exchange = {}
     for name, old in places:
         for p, new in _exchange(name, old, made[old]).items():
-            known = out.setdefault(p, [(name, p)] if p in kept else [])
-            known += [(leaf, q) for leaf, q in new if all(q is not other for _, other in known)]
+            replacements = out.setdefault(p, [(name, p)] if p in kept else [])
+            # norms that share a parameter list its replacement once
+            replacements += [(leaf, q) for leaf, q in new if all(q is not other for _, other in replacements)]
     return out
 
 

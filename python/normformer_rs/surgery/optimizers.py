@@ -42,7 +42,7 @@ class Repoint:
     ) -> None:
         self.optimizer, self.exchange, self.names, self.drawn = optimizer, exchange, names, drawn
         for p, new in exchange.items():
-            if any(q is not p and q.requires_grad for _, q in new):
+            if any(q is not p and q.requires_grad for _, q in new):  # something new is to be trained
                 refuse_hooked(names[p], p)
         if optimizer is None:
             return
@@ -64,7 +64,8 @@ class Repoint:
         for group in optimizer.param_groups:
             before = _named(group)
             old.append((group, before))
-            _set(group, [made for name, p in before for made in self.exchange.get(p, [(name, p)])])
+            _set(group, [pair for name, p in before for pair in self.exchange.get(p, [(name, p)])])
+        # a parameter that stays is one of its own replacements
         removed = (p for p, new in self.exchange.items() if all(p is not q for _, q in new))
         for p in (*self.drawn, *removed):
             optimizer.state.pop(p, None)
@@ -81,7 +82,9 @@ class Repoint:
         out."""
         back: Exchange = {}
         for p, new in self.exchange.items():
-            for _, q in new if all(p is not q for _, q in new) else ():
+            if any(p is q for _, q in new):  # it stays
+                continue
+            for _, q in new:
                 back.setdefault(q, []).append((self.names[p], p))
         return back
 
@@ -89,6 +92,7 @@ class Repoint:
         """Restores the exchanged parameters of a group (`before`: its parameters at the swap). Parameters that were
         added or removed since stay so. Returns the new parameters, which the undo removes."""
         new = {q for _, p in before for _, q in self.exchange.get(p, ())} - {p for _, p in before}
+        # the group's present parameters without the new ones; the loop inserts each old one that is missing
         kept = [(name, q) for name, q in _named(group) if q not in new]
         for i, (name, p) in enumerate(before):
             if p in self.exchange and all(p is not q for _, q in kept):
@@ -174,7 +178,7 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 f"{title} made {names[0]}{more}, and no optimizer has them: this {type(optimizer).__name__} still has "
                 "the parameters from before, so that its steps leave the new ones as they are. Pass optimizer= to the "
                 "swap, or make the optimizer afterwards",
-                stacklevel=4,
+                stacklevel=4,  # the line that calls step(), past two wrappers of torch
             )
 
 

@@ -45,11 +45,9 @@ def read_padding(model: nn.Module, edits: Edits) -> None:
         has_reader = any(
             isinstance(getattr(hook, "__self__", None), _Reader) for hook in module._forward_pre_hooks.values()
         )
-        if (
-            has_reader
-            or not any(name in names for name in _NAMES)
-            or not any(isinstance(m, RunningNorm) for m in module.modules() if m is not module)
-        ):
+        if has_reader or not any(name in names for name in _NAMES):
+            continue
+        if not any(isinstance(m, RunningNorm) for m in module.modules() if m is not module):
             continue
         reader = _Reader(module, names, said)
         edits.afterwards(module.register_forward_pre_hook(reader.enter, with_kwargs=True).remove)
@@ -84,11 +82,11 @@ class _Reader:
         values = ((name, kwargs.get(name, args[i] if i < len(args) else None)) for name, i in self.names.items())
         got = {name: value for name, value in values if isinstance(value, Tensor)}
         masks, decoders = self._masks(got, outer), self._decoders(module, got, outer)
-        if not masks and "encoder_hidden_states" in got:
+        if not masks and "encoder_hidden_states" in got:  # a decoder that got no mask
             masks = decoders if outer is None else outer.decoders or decoders
         if not masks and outer is not None and not outer.takes_both:
             masks = outer.masks
-        tally = [0, 0, 0] if outer is None else outer.tally
+        tally = [0, 0, 0] if outer is None else outer.tally  # fitted, missed, doubtful
         give(GivenMasks(masks + decoders if self.takes_both else masks, self.takes_both, self, outer, tally, decoders))
         if module.training and torch.is_grad_enabled() and not is_compiling:
             self._warn_if_causal(module, kwargs)
@@ -123,6 +121,7 @@ class _Reader:
         read: dict[int, Tensor] = {}
         for name, mask in got.items():
             is_attention_mask = mask.dim() > 2
+            # `read_padding` says which attention masks count; one for a single row may be a causal mask for all rows
             if name in _NAMES and (
                 not is_attention_mask or ((outer is None or outer.takes_both) and mask.shape[0] > 1)
             ):
@@ -141,12 +140,13 @@ class _Reader:
             if outer is not None and outer.decoders:
                 return outer.decoders
             labels, ids = got.get("labels"), got.get("decoder_input_ids")
-        else:
+        else:  # perhaps the decoder itself, whose caller keeps the labels
             is_without = "encoder_hidden_states" in got and not any(name in got for name in _NAMES)
             labels, ids = None, got.get("input_ids") if is_without else None
         pad, is_sure = _pad_token(module)
         if ids is not None and ids.dim() == 2 and is_sure:
             hidden = torch.eq(ids, pad)
+            # T5 begins a decoder's input with the padding token, which is none there
             if pad == getattr(getattr(module, "config", None), "decoder_start_token_id", None):
                 hidden = hidden & (torch.arange(ids.shape[1], device=ids.device) > 0)
             return (hidden,)
@@ -193,7 +193,7 @@ class _Reader:
             padded = ids == pad
             if not is_sure:  # the token may also end a sentence, but of two in a row one is padding
                 padded = padded[:, 1:] & padded[:, :-1]
-            if padded.shape[1] and bool(padded[:, [0, -1]].any()):
+            if padded.shape[1] and bool(padded[:, [0, -1]].any()):  # padding begins or ends a row
                 text = f"norms with statistics took padding in: call {type(module).__name__} with its {mask}"
                 self._say(mask, f"{text}, or {_OTHERWISE}")
 
@@ -209,6 +209,7 @@ def is_hidden(mask: Tensor) -> Tensor:
     added to scores, a number far below 0. The host does not wait for the device."""
     if not mask.is_floating_point():
         return mask == 0
+    # other numbers than 0 and 1 are added to scores; so is a mask of zeros alone, which else would hide everything
     is_added = ((mask != 0) & (mask != 1)).any() | (mask != 1).all()
     return torch.where(is_added, mask <= HIDDEN, mask == 0)
 

@@ -58,7 +58,7 @@ class _Settings(NamedTuple):
     error: float
 
 
-_EXACT = _Settings(torch.device("cpu"), torch.float64, 1e6, 1e12, 1e-30, 1e-9)
+_EXACT = _Settings(torch.device("cpu"), torch.float64, large=1e6, huge=1e12, tiny=1e-30, error=1e-9)
 _NEAR = 1e-3
 """The allowed error for rows of x ≈ 1. There it matters where ε is added, for example to σ or to σ²."""
 
@@ -84,7 +84,8 @@ def probe(module: nn.Module, width: int | None = None, computes: str | None = No
     first = next(iter(parameters.values()), None)
     device = _EXACT.device if first is None or first.is_meta else first.device
     found: RecognisedNorm | str = f"computes no norm over rows of width {width}"
-    for settings in (_EXACT, _Settings(device, torch.float32, 1e3, 1e9, 1e-18, 1e-4)):
+    in_f32 = _Settings(device, torch.float32, large=1e3, huge=1e9, tiny=1e-18, error=1e-4)
+    for settings in (_EXACT, in_f32):
         with _EXACT.device:
             try:
                 found = _find(_Trial(module, parameters, width, settings), names)
@@ -103,7 +104,7 @@ def result_of(module: nn.Module, width: int) -> Literal["x", "weight", "promoted
         return module.returns
     if type(module).__module__.startswith("torch.nn.") or not module._parameters:
         return "x"
-    found = []
+    found = []  # the result's dtype for each pair (dtype of the weight, dtype of x)
     for own, given in ((torch.float16, torch.float32), (torch.float32, torch.float16)):
         try:
             twin = copy.copy(module)
@@ -144,7 +145,7 @@ def _refused(module: nn.Module) -> str | None:
     if len(module._parameters) > 2:
         return f"has {len(module._parameters)} parameters"
     try:
-        _, *more = inspect.signature(_forward(module)).parameters.values()
+        _, *more = inspect.signature(_forward(module)).parameters.values()  # without self
     except (TypeError, ValueError):
         return "its forward takes no x"
     if len(more) != 1:
@@ -170,7 +171,7 @@ def _width(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> int | N
     sizes = {p.shape[-1] for p in parameters.values() if p.numel() > 1}
     if not sizes:
         for name, value in vars(module).items():
-            one = value[0] if isinstance(value, Sequence) and len(value) == 1 else value
+            one = value[0] if isinstance(value, Sequence) and len(value) == 1 else value  # as normalized_shape=(d,)
             if name[0] != "_" and type(one) is int and one > 1:
                 sizes.add(one)
     is_row = all(p.numel() in (1, p.shape[-1]) for p in parameters.values() if p.dim())
@@ -216,10 +217,11 @@ class _Trial:
     def agrees(self, known: RecognisedNorm, eps: float) -> bool:
         """Returns whether the norm `known` agrees with the module in harder cases, in both modes: gains of both signs
         and of any size, many rows, rows with a few large numbers, huge rows, rows without a batch, and the gradient."""
-        _, _, large, huge, _, error = self.settings
+        large, huge, error = self.settings.large, self.settings.huge, self.settings.error
         values = {name: torch.where(value > 1, value, -value) for name, value in self.drawn().items()}
         many = self._normal(1, 300, self.width) * self._normal(1, 300, self.width).mul(2).exp()
-        many[0, :9, 1:] *= 1e-6
+        many[0, :9, 1:] *= 1e-6  # nine rows that one number dominates
+        # (x, factor of the parameters)
         cases = [(large * many, 1.0), (huge * self.x, -1.0), (large * self.x, 1e4), (large * self.x, -1e4)]
         for training in (False, True):
             for x, size in cases:
@@ -252,10 +254,11 @@ class _Trial:
 
 def _find(trial: _Trial, names: Sequence[str]) -> RecognisedNorm | str:
     """Returns the norm among `names` that the module computes, or the reason why it computes none of them."""
-    _, _, large, _, tiny, error = trial.settings
+    large, tiny, error = trial.settings.large, trial.settings.tiny, trial.settings.error
     none = f"computes no norm over rows of width {trial.width}"
 
     # Large rows show all terms of y = factor·(offset + gain)⊙x̂ + bias, because ε has no effect in them.
+    # The parameter whose effect (slope) in every row is its own values is the bias. The other one is the gain.
     zero, values = trial.answer(large, {}), trial.drawn()
     slopes = {name: trial.answer(large, {name: value}) - zero for name, value in values.items()}
     biases = [name for name, slope in slopes.items() if _gap(slope, values[name].expand(slope.shape)) < error]
@@ -263,25 +266,27 @@ def _find(trial: _Trial, names: Sequence[str]) -> RecognisedNorm | str:
     if len(biases) > 1 or len(gains) > 1:
         return "its parameters are not a gain and a bias"
     gain, bias = next(iter(gains), None), next(iter(biases), None)
-    x_hat = slopes[gain] / values[gain] if gain else zero
+    x_hat = slopes[gain] / values[gain] if gain else zero  # the module's x̂, times factor
     fits = [(name, *_fit(x_hat, _row(name, large * trial.x, 0.0))) for name in names]
     fitting = [(name, factor) for name, factor, gap in fits if gap < error]
     if not fitting:
         return none
-    offset, gap = _fit(zero, x_hat)
+    offset, gap = _fit(zero, x_hat)  # with zeros as parameters, y = factor·offset⊙x̂
     if gap > error:
         return "its gain does not multiply a norm"
-    if gain is None and abs(fitting[0][1] - 1) > error:
-        return f"multiplies by {fitting[0][1]:.6g}, which no gain of its own could carry"
+    _, first_factor = fitting[0]
+    if gain is None and abs(first_factor - 1) > error:
+        return f"multiplies by {first_factor:.6g}, which no gain of its own could carry"
     if gain:
+        # of norms that fit, those with as many gains (one number, or a vector) come first
         has_one = trial.parameters[gain].numel() == 1
-        fitting = [pair for pair in fitting if KINDS[pair[0]].has_one_gain == has_one] or fitting
+        fitting = [(name, factor) for name, factor in fitting if KINDS[name].has_one_gain == has_one] or fitting
 
     # In tiny rows x̂ is x divided by a power of ε, from which ε follows. Norms that agree for tiny and large rows still
     # differ between them, at the size where ε begins to count.
     tiny_zero = trial.answer(tiny, {})
     tiny_x_hat = (trial.answer(tiny, {gain: values[gain]}) - tiny_zero) / values[gain] if gain else tiny_zero
-    new_values, found = trial.drawn(), []
+    new_values, found = trial.drawn(), []  # found: (gap where ε begins to count, norm, ε)
     for name, factor in fitting:
         offset, factor = _rounded(offset, error), _rounded(factor, error, trial.width)
         eps, size = _epsilon(name, tiny_x_hat / factor, tiny * trial.x)
@@ -290,8 +295,9 @@ def _find(trial: _Trial, names: Sequence[str]) -> RecognisedNorm | str:
         for scale in (large, 1.0, max(size, tiny)):
             expected = _compute(known, scale * trial.x, new_values, eps)
             gaps.append(max(_gap(trial.answer(scale, new_values, training), expected) for training in (False, True)))
-        if max(gaps[:2]) < _NEAR:
-            found.append((gaps[2], known, eps))
+        gap_large, gap_near, gap_at_eps = gaps
+        if max(gap_large, gap_near) < _NEAR:
+            found.append((gap_at_eps, known, eps))
     if not found:
         return none
     _, best, eps = min(found, key=lambda one: one[0])
@@ -302,9 +308,9 @@ def _stand_in(module: nn.Module, parameters: Mapping[str, Tensor]) -> nn.Module:
     """Returns a copy of a module with the given parameters and no hooks. Its forward cannot change the module."""
     twin = object.__new__(type(module))
     nn.Module.__init__(twin)
-    hooks = {*vars(twin)}
+    of_all_modules = {*vars(twin)}  # set by nn.Module's constructor: no hooks, parameters or children
     for name, value in vars(module).items():
-        if name not in hooks and name != "forward":
+        if name not in of_all_modules and name != "forward":
             vars(twin)[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
     for name in module._parameters:
         twin._parameters[name] = nn.Parameter(parameters[name], False) if name in parameters else None
@@ -378,8 +384,9 @@ def _rounded(value: float, error: float, width: int = 1) -> float:
 def _epsilon(name: str, hat: Tensor, x: Tensor) -> tuple[float, float]:
     """Returns ε, and the size of rows at which it begins to count. `hat`: x̂ of rows x much smaller than that."""
     most = float(hat.abs().max())
-    if not math.isfinite(most) or _gap(hat, _row(name, x, 0.0)) < _NEAR:
+    if not math.isfinite(most) or _gap(hat, _row(name, x, 0.0)) < _NEAR:  # x̂ is that of ε = 0
         return 0.0, 0.0
+    # the largest |x̂| of the table's norm with ε = 1 and ε = 4; `most` is that of the module
     one, four = (float(_row(name, x, eps).abs().max()) for eps in (1.0, 4.0))
     power = math.log(one / four, 4)  # x̂ ∝ ε^−½ if ε is added to a mean square, ε^−1 if it is a lower bound
     eps = (one / most) ** (1 / power)

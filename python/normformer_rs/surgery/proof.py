@@ -45,6 +45,7 @@ class OwnForm(Scheme):
         part = self._part(place)
         if part is None:
             return ResidualSpec(streams=[StreamStep(0.0, 0.0)] if self.is_wide else [])
+        # a norm whose place the block does not say stands before
         is_before = part.before is not None or (part.norm is not None and not (part.after or part.branch))
         return ResidualSpec(
             before=[norm()] if is_before else [],
@@ -56,7 +57,7 @@ class OwnForm(Scheme):
         )
 
     def stack(self, place: Place) -> StackSpec:
-        size = place.layers + 1
+        size = place.layers + 1  # x and the output of each layer
         eye = [float(i == j) for i in range(size) for j in range(size)]
         combine = Combine(Learned("combine.weight", eye, (size, size)), skips_first=True) if self.is_wide else None
         return StackSpec(combine=combine, streams=[None] if self.is_wide else [], end=[norm()] if self.has_end else [])
@@ -87,7 +88,7 @@ def prove(
             for mode, old in before.items():
                 message = differ(old, look(mode, old.has_backward))
                 if message is not None:
-                    return message + " in training mode" * mode
+                    return message + (" in training mode" if mode else "")
             return None
         except Exception as reason:  # a model may raise anything on a hidden state of another width
             return in_words(reason)
@@ -99,6 +100,7 @@ def prove(
 
     if fault(groups) is None:
         return {}
+    # swapping each group alone shows which ones are at fault
     return {group.path: message for group in groups if (message := fault([group])) is not None}
 
 
@@ -167,7 +169,7 @@ def _accumulate(table: Gradients, owner: Any, gradient: Tensor) -> None:
     g = gradient.detach().to_dense().flatten()
     if g.numel() > _MANY:
         whole = g.numel() // _SUMS * _SUMS
-        sums, rest = g[:whole].view(-1, _SUMS).sum(0), g[whole:]
+        sums, rest = g[:whole].view(-1, _SUMS).sum(0), g[whole:]  # sum i adds the numbers at i, i + _SUMS, …
         g = sums + F.pad(rest, (0, _SUMS - rest.numel()))
     table[owner] = table[owner] + g if owner in table else g  # reentrant checkpoints give gradients in parts
 
@@ -191,7 +193,7 @@ class _Tap(torch.autograd.Function):
 def _tapped(model: nn.Module, groups: list[Group], table: Gradients) -> Iterator[None]:
     """Collects gradients in the table inside a `with` block: those of all parameters and of each first block's input.
     Reentrant checkpoints need that input to require a gradient."""
-    first: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+    first: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # block → (its input, the copy that replaces it)
 
     def enter(block: nn.Module, args: Any, kwargs: Any) -> Any:
         """Replaces a first block's input by a copy whose gradient goes into the table."""
@@ -204,7 +206,7 @@ def _tapped(model: nn.Module, groups: list[Group], table: Gradients) -> Iterator
             first[block] = x, new
         elif x is not first[block][0]:  # another call, by a layer that shares the block or by recomputation
             return None
-        new = first[block][1]
+        _, new = first[block]
         return exchanged(args, x, new), exchanged(kwargs, x, new)
 
     owners = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
@@ -232,6 +234,7 @@ def differ(before: Observed, now: Observed) -> str | None:
     if message is not None:
         return message
     pairs = [(g, now.gradients.get(p)) for p, g in before.gradients.items()]
+    # small gradients are compared relative to 1 % of the largest one: their own rounding errors are no fault
     top = max((size for g, _ in pairs if math.isfinite(size := _largest(g))), default=0.0)
     for g, other in pairs:
         message = difference([g], [torch.zeros_like(g) if other is None else other], least=top * 1e-2)
@@ -272,6 +275,7 @@ def difference(
         if not is_finite.all():  # compare only the numbers that were finite before
             a, gap = a[is_finite], gap[is_finite]
         scale, distance = (size_of(t) if t.numel() else 0.0 for t in (a, gap))
+        # a distance of NaN is a difference, too
         if not distance <= error * max(scale, least):
             return f"its outputs differ by {distance:.3g} of {scale:.3g}"
     return None
