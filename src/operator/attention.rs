@@ -66,11 +66,12 @@ static WITHOUT_CUDNN: Mutex<(usize, bool)> = Mutex::new((0, false));
 impl WithoutCudnn {
     fn new() -> Self {
         let mut state = WITHOUT_CUDNN.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.0 == 0 {
+        let (guards, was_on) = &mut *state;
+        if *guards == 0 {
             // SAFETY: the function sets torch's switch, and returns the old setting.
-            state.1 = unsafe { nfrs_set_cudnn_attention(false) };
+            *was_on = unsafe { nfrs_set_cudnn_attention(false) };
         }
-        state.0 += 1;
+        *guards += 1;
         WithoutCudnn
     }
 }
@@ -78,8 +79,9 @@ impl WithoutCudnn {
 impl Drop for WithoutCudnn {
     fn drop(&mut self) {
         let mut state = WITHOUT_CUDNN.lock().unwrap_or_else(PoisonError::into_inner);
-        state.0 -= 1;
-        if *state == (0, true) {
+        let (guards, was_on) = &mut *state;
+        *guards -= 1;
+        if *guards == 0 && *was_on {
             // SAFETY: see above.
             unsafe { nfrs_set_cudnn_attention(true) };
         }
@@ -94,6 +96,7 @@ extern "C" {
 
 fn check_heads(q: &Value, heads: i64) -> Result<()> {
     let q = q.required();
+    // `has_columns(q, n)` is true if n divides q's width; for n = 0, if the width is 0.
     match heads > 0 && !engine::has_columns(&q, 0) && engine::has_columns(&q, heads) {
         true => Ok(()),
         false => Err(Error::invalid(format!(

@@ -97,6 +97,7 @@ pub(super) fn operator(o: &'static ColumnNormOp) -> Operator {
     .plan(move |call| plan(k, call))
     .kernel(move |call| forward(k, call))
     .formula(move |call| {
+        // Between the mask and `stats` are the four buffers of the state. `options` reads the last seven arguments.
         let [x, weight, bias, pad, buffers @ .., stats, _, _, _, _, _, _, _] = call.arguments::<16>();
         let [weight, bias, pad, stats] = [weight, bias, pad, stats].map(Value::tensor);
         let [first, second, iters, refused] = buffers.each_ref().map(Value::tensor);
@@ -193,11 +194,13 @@ fn backward_options(k: &ColumnNormOpSpec, call: &Call) -> Result<ColumnOptions> 
 }
 
 fn plan(k: &ColumnNormOpSpec, call: &Call) -> Result<()> {
-    let ([.., first, second, iters, _, _, _, _, _, _, _, _, _], o) = (call.arguments::<16>(), options(k, call)?);
+    let ([_x, _weight, _bias, _pad, first, second, iters, ..], o) = (call.arguments::<16>(), options(k, call)?);
     let (name, [first_name, second_name]) = (k.operator, k.state);
+    // PowerNorm, the norm with an approximate gradient, cannot compute without its buffers.
     if k.kernel.approximate && [first, second, iters].into_iter().any(Value::is_none) {
         return Err(Error::invalid(format!("{name} needs its buffers {first_name}, {second_name} and iters")));
     }
+    // A norm that centres keeps a running mean and a running variance; one alone would be of no use.
     if k.kernel.centred && first.is_none() != second.is_none() {
         let both = format!("{name} needs both of its buffers {first_name} and {second_name}, or neither");
         return Err(Error::invalid(both));
