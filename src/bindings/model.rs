@@ -169,6 +169,7 @@ fn composed_norm(x: PyTensor, parameters: Vec<Option<PyTensor>>, options: Vec<f6
 /// device.
 #[pyfunction]
 fn growth(steps: i64, curve: &str, t: PyTensor) -> PyResult<PyTensor> {
+    // `by_layer` is false, so that α is the same in every layer; the 0 below is a layer's number.
     let growth = residual::Growth { steps, curve: residual::GrowthCurve::parse(curve)?, by_layer: false };
     Ok(PyTensor(caught(|| growth.alpha(&t.0, 0, Kind::Double))?))
 }
@@ -356,7 +357,9 @@ fn largest_logits(
     let batches: Vec<_> = batches.into_iter().map(|(source, target)| (source.map(|t| t.0), target.0)).collect();
     let found = released(py, move || {
         let mut built = Transformer::with_parameters(&model, &tensors)?;
+        // Without a limit nothing is clipped; the clip only measures.
         let clip = train::QkClip::new(&built.parameters, f64::INFINITY)?;
+        // `reading` takes the model and gives it back, for the next batch.
         for (source, target) in batches {
             let (back, read, kind) = reading(built, source, &target, kind)?;
             let ctx = Context::evaluation(kind).measuring_logits(true);
@@ -385,6 +388,7 @@ fn clip_queries_and_keys(
         let built = Transformer::with_parameters(&model, &tensors)?;
         let clip = train::QkClip::new(&built.parameters, limit)?;
         let largest_of = |head: String| largest.get(&head).copied().unwrap_or(f64::NEG_INFINITY);
+        // One number per head, the heads of an attention one after the other.
         let logits: Vec<f64> = clip.heads().into_iter().map(largest_of).collect();
         for (attention, logits) in built.parameters.attentions().iter().zip(logits.chunks(model.heads as usize)) {
             tch::no_grad(|| attention.largest.shallow_clone().f_copy_(&Tensor::from_slice(logits)))?;

@@ -38,9 +38,11 @@ impl UnitScaled {
     pub fn gains(&self, number: i64) -> (f64, f64) {
         let feed_forward = self.residual * (2.0 / (1.0 + self.attention_ratio.powi(2))).sqrt();
         let attention = self.attention_ratio * feed_forward;
+        // The numbers of attention's and of feed-forwards' branches before this one.
         let [attentions, feed_forwards] = [(number + 1) / 2, number / 2].map(|count| count as f64);
         let branch = if number % 2 == 0 { attention } else { feed_forward };
-        // τ is the size of this branch relative to the residual stream before it.
+        // τ is the size of this branch relative to the residual stream before it: the embedding, whose squared size is
+        // the number of layers in these units, plus the branches so far.
         let stream_squared = self.layers + attentions * attention.powi(2) + feed_forwards * feed_forward.powi(2);
         let tau = branch / stream_squared.sqrt();
         let skip = (1.0 + tau.powi(2)).powf(-0.5);
@@ -77,7 +79,10 @@ impl UnitScaled {
         // The ratios of the library's gradients to the true ones, divided by √N, at three places.
         let at_logits = self.vocab_size / (self.vocab_size - 1.0).sqrt() / self.loss;
         let in_stream = at_logits * self.d_model / self.vocab_size.sqrt();
-        let in_layer = |(sublayer, terms): (i64, f64)| in_stream * terms.sqrt() / self.gains(sublayer).1;
+        let in_layer = |(sublayer, terms): (i64, f64)| {
+            let (_, branch_gain) = self.gains(sublayer);
+            in_stream * terms.sqrt() / branch_gain
+        };
         let (lr, ratio) = match part.role {
             ParameterRole::Embedding if name.starts_with("output_projection") => (1.0, at_logits * self.d_model),
             ParameterRole::Embedding => (fan_in.powf(-0.5), in_stream * self.vocab_size.sqrt()),

@@ -276,7 +276,8 @@ bool nfrs_gradients(Span<Value> roots, Span<Value> gradients, Span<Value> inputs
   return done([&] {
     const auto from = tensors(roots), given = tensors(gradients), to = tensors(inputs);
     if (to.empty()) return torch::autograd::backward(from, given);
-    const auto found = torch::autograd::grad(from, to, given, again, again, true);
+    const bool keeps_graph = again, allows_unused = true;
+    const auto found = torch::autograd::grad(from, to, given, keeps_graph, again, allows_unused);
     for (size_t i = 0; i < found.size(); ++i) made[i] = found[i].defined() ? give(found[i]) : nullptr;
   });
 }
