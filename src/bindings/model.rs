@@ -62,6 +62,7 @@ fn draw_linear(
     let init = init::find(config.init())?;
     let weight = weight.0;
     let (rows, cols) = caught(|| Ok(weight.size2()?))?;
+    // Each role has an equal block of rows.
     let fill = init.linears(&roles, cols, rows / roles.len().max(1) as i64, &place);
     released(py, move || fill.write(&weight, &init::ProcessGenerator))?;
     Ok(())
@@ -290,6 +291,7 @@ fn observe<'py>(
     let (source, target, seed) = (source.map(|t| t.0), target_input.0, seed.map(|t| t.0));
     let is_differentiated = loss.is_some();
     let (watch, logits) = released(py, move || {
+        // Parameters require gradients only if there is a loss to differentiate.
         let build = if is_differentiated { Transformer::to_train } else { Transformer::with_parameters };
         let (built, read, kind) = reading(build(&model, &tensors)?, source, &target, kind)?;
         let watch = Rc::new(Watch::default());

@@ -142,6 +142,7 @@ fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions
     let accepted = state.accepts(batch, &[&batch.square])?;
     let old = running.square;
     let kind = old.kind();
+    // ψ² + (ψ²_B − ψ²)/t is the mean so far; ψ² + (ψ²_B − ψ²)(1 − α) is the decayed ψ².
     let gap = |from: &Tensor| batch.square.f_sub(from);
     let mean_so_far = old.f_add(&gap(&old)?.f_div(&t.f_to_kind(kind)?)?)?;
     let decayed = |from: &Tensor| from.f_add(&gap(from)?.f_mul_scalar(1.0 - o.alpha)?);

@@ -246,6 +246,7 @@ pub fn forward(
     let (shift, scale, stats) = match given {
         Some(stats) => (Some(stats.f_get(0)?), stats.f_get(1)?, stats.f_detach_copy()?),
         None => {
+            // Running statistics need no numbers from the other ranks.
             let from_batch = o.train || state.first.is_none();
             let measured = BatchTensors::of(&rows, kernels.kernel.centred, o.release)?;
             let measured = if from_batch { measured.over_ranks(o)? } else { measured };
@@ -254,7 +255,8 @@ pub fn forward(
             (used.shift, used.scale, stats)
         }
     };
-    // A NaN in the padding would reach the gradients of real rows. So padding is set to 0 first.
+    // A NaN in the padding would reach the gradients of real rows. So padding is set to 0 first. The authors' code
+    // (release) normalises the padding like real rows.
     let x_real = if o.release { rows.x.shallow_clone() } else { rows.real(&rows.x)? };
     let mut y = affine(hat(&x_real, shift.as_ref(), &scale)?, weight, bias)?;
     if !o.release {

@@ -53,7 +53,8 @@ pub fn composed_attention(
 /// off: it builds a plan for every new shape, and sentences have many shapes.
 pub fn padded_attention([q, k, v]: [&Tensor; 3], mask: Option<&Tensor>, causal: bool, scale: f64) -> Result<Tensor> {
     let _without = WithoutCudnn::new();
-    Ok(Tensor::f_scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale, false)?)
+    let (dropout, has_grouped_heads) = (0.0, false);
+    Ok(Tensor::f_scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale, has_grouped_heads)?)
 }
 
 /// A guard that keeps torch's attention from using cuDNN. torch has only one switch per process. So meanwhile other
@@ -107,7 +108,7 @@ fn check_heads(q: &Value, heads: i64) -> Result<()> {
 }
 
 pub(super) fn operator() -> Operator {
-    // Letters: n is the number of query rows, m of key rows, w the width, h the number of heads.
+    // Letters: n is the number of query rows, m of key rows, w the width, h the number of heads, r of sentences.
     let queries = |name| tensor(name, "nw", DtypeRule::Same);
     let keys = |name| tensor(name, "mw", DtypeRule::Same);
     let q = || leader("q", "nw").by_columns();

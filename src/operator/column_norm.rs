@@ -84,7 +84,7 @@ pub(super) fn operator(o: &'static ColumnNormOp) -> Operator {
         [
             leader("x", "*d"),
             per_column("weight").computed(),
-            per_column("bias").computed().kept(),
+            per_column("bias").computed().kept(), // only `double_backward` reads the bias and the first buffer
             pad(),
             per_column(first).state().kept_plain(),
             per_column(second).state(),

@@ -107,6 +107,7 @@ impl ExtraArgs {
         if names.is_empty() {
             return ExtraArgs { schema: "float eps".into(), arguments: vec![], gradients: vec![] };
         }
+        // Declarations live as long as the process, so their names are leaked.
         let named = |name: &&str| -> &'static str { format!("{prefix}{name}").leak() };
         let names: Vec<&'static str> = names.iter().map(named).collect();
         ExtraArgs {

@@ -61,6 +61,7 @@ impl UnitScaled {
 
     /// Returns the factor of the heads' outputs. Flat attention weights average values; sharp ones copy one.
     pub fn heads(&self) -> f64 {
+        // The interpolation and its constants are those of the paper's library.
         let flat = (self.length.ln() / self.length).sqrt();
         between(4.0 * self.d_head / self.attention.powi(2), flat, 1.0).recip()
     }
@@ -97,6 +98,7 @@ impl UnitScaled {
     /// stack. The library scales the parameter's gradient by √terms: d_model terms for attention's matrices, d_ff for
     /// the three of a feed-forward, and 1 for a norm.
     fn sublayer_of(&self, name: &str) -> (i64, f64) {
+        // The name is `STACK.layers.LAYER.MODULE.…`. A layer has two sublayers: attention, then the feed-forward.
         let inside = name.split_once(".layers.").map_or("", |(_, inside)| inside);
         let (layer, module) = inside.split_once('.').unwrap_or(("0", inside));
         let first = 2 * layer.parse::<i64>().unwrap_or(0);

@@ -103,6 +103,7 @@ pub fn arguments(
         counter,
         eps: number("eps").map_or(1.0, |eps| eps.float()),
     };
+    // If a backward operator takes outputs of its forward operator, its tensors come from one forward call.
     let tensors = match operator.forward.get().filter(|_| declared.table.iter().any(|(a, _)| is_kept(operator, a))) {
         None => maker.all(&declared, &given)?,
         Some(forward) => maker.after(forward, &declared, &given)?,

@@ -84,6 +84,7 @@ struct Sizes {
 
   // Returns the wanted sizes in words: "hold 1 or 8 numbers", "have shape [3, 8]".
   std::string describe(const char* wanted) {
+    // A letter that has no value yet stays a letter.
     const auto number = [&](char c) { return is_digit(c) || !of(c) ? std::string(1, c) : c10::str(*of(c)); };
     if (*wanted == '=') return c10::str("hold ", number(wanted[1]), wanted[1] == '1' ? " number" : " numbers");
     if (*wanted && wanted[1] == '|')

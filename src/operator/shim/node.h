@@ -143,6 +143,8 @@ struct Derivative : torch::autograd::Node {
   }
   variable_list apply_with_saved(const variable_list& grads, torch::autograd::SwapSavedVariables& swap) override {
     using namespace torch::dynamo::autograd;
+    // Between `before` and `after`, the saved variables are proxies of the graph's inputs. This computes no gradients, but
+    // records a call that the graph makes whenever it runs.
     swap.before(saved);
     std::vector<IValue> packed;
     std::vector<at::TypePtr> types;
@@ -180,6 +182,7 @@ void record(const Op& op, const Below& below, Stack* stack) {
   for (size_t i = 0; i < edges.size(); ++i)
     if (const Tensor& t = entry(op, args, i); t.defined()) edges[i] = torch::autograd::impl::gradient_edge(t);
   node.set_next_edges(std::move(edges));
+  // Arguments are saved before `below` computes the outputs, outputs after it.
   node.saved.resize(op.saved.size());
   for (size_t i = 0; i < op.saved.size(); ++i)
     if (op.saved[i].kind == Origin::ARGUMENT) node.saved[i] = SavedVariable(tensor(args[op.saved[i].index]), false);
