@@ -143,8 +143,8 @@ struct Derivative : torch::autograd::Node {
   }
   variable_list apply_with_saved(const variable_list& grads, torch::autograd::SwapSavedVariables& swap) override {
     using namespace torch::dynamo::autograd;
-    // Between `before` and `after`, the saved variables are proxies of the graph's inputs. This computes no gradients, but
-    // records a call that the graph makes whenever it runs.
+    // Between `before` and `after`, the saved variables are proxies of the graph's inputs. No gradients are computed
+    // here: the graph gets a call, which it makes whenever it runs.
     swap.before(saved);
     std::vector<IValue> packed;
     std::vector<at::TypePtr> types;
