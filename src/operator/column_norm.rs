@@ -193,6 +193,8 @@ fn backward_options(k: &ColumnNormOpSpec, call: &Call) -> Result<ColumnOptions> 
     Ok(ColumnOptions { alpha_bwd: alpha_bwd.float(), ranks, train: train.flag(), release, ..ColumnOptions::default() })
 }
 
+/// Errors if the call's buffers, or the reason why a formula runs, do not suit the norm. Declines calls that the GPU
+/// kernels cannot compute.
 fn plan(k: &ColumnNormOpSpec, call: &Call) -> Result<()> {
     let ([_x, _weight, _bias, _pad, first, second, iters, ..], o) = (call.arguments::<16>(), options(k, call)?);
     let (name, [first_name, second_name]) = (k.operator, k.state);
@@ -262,6 +264,7 @@ fn double_backward(operator: &ColumnNormOp, call: &Call) -> Result<Vec<Option<Te
 
 // ---- the kernels' arguments ----
 
+/// Runs the forward kernel. If `stats` of an earlier pass are given, they become this pass's, and no buffer changes.
 fn forward(k: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
     let ([x, weight, bias, pad, first, second, iters, refused, given, ..], [y, stats]) =
         (call.arguments::<16>(), call.outputs());
@@ -293,6 +296,7 @@ fn forward(k: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
     Ok(())
 }
 
+/// Runs the backward kernel, which also updates PowerNorm's second buffer in training.
 fn backward(k: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
     let ([dy, x, weight, pad, second, refused, stats, ..], [dx, dweight, dbias]) =
         (call.arguments::<11>(), call.outputs());

@@ -44,6 +44,8 @@ impl Step<'_> {
         Ok((x_plus, y))
     }
 
+    /// Calls a residual operator. Returns x⁺, y and the norm's statistics. `extra` are the norm's own arguments, and
+    /// `dtype` is y's type in c10::ScalarType.
     fn call(
         &self,
         handle: &Handle,
