@@ -372,6 +372,7 @@ macro_rules! config {
                             if seen.contains(&name) {
                                 return Err(serde::de::Error::custom(format!("duplicate field `{name}`")));
                             }
+                            // A key is a field, or an option of a norm, scheme or initialisation.
                             match name.as_str() {
                                 $($(stringify!($field) => read.$field = map.next_value()?,)+)+
                                 name => match option_specs.iter().find(|spec| spec.name() == name) {

@@ -76,7 +76,8 @@ impl Part {
 /// Returns the role and the summed dimension of a parameter with this canonical name, number of dimensions and kind.
 pub fn part(name: &str, dimensions: usize, declared: DeclaredAs) -> Part {
     let parts: Vec<&str> = name.split('.').collect();
-    let is_in_layer = parts.windows(2).any(|pair| pair[0] == "layers" && pair[1].parse::<u32>().is_ok());
+    // A layer's parameter has `layers.NUMBER` in its name.
+    let is_in_layer = parts.windows(2).any(|pair| matches!(pair, ["layers", number] if number.parse::<u32>().is_ok()));
     let is_table = name.ends_with("embedding.weight") || name.ends_with("output_projection.weight");
     let (is_matrix, sums_over) = match declared {
         DeclaredAs::Weights => (dimensions > 1, SumsOver::Nothing),
@@ -227,6 +228,7 @@ static COMPLETEP: Parametrisation = Parametrisation {
             ParameterRole::Embedding | ParameterRole::End => narrow,
             ParameterRole::HiddenMatrix | ParameterRole::HiddenVector => Multipliers {
                 lr: narrow.lr * m.depth.powf(m.alpha - 1.0),
+                // The optimizer multiplies decay by the learning rate, whose factor for the width this cancels.
                 weight_decay: decay(role, 1.0 / m.rate),
                 eps: narrow.eps * m.depth.powf(-m.alpha),
                 ..narrow

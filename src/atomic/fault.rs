@@ -129,6 +129,7 @@ fn pass_place(name: &str) -> io::Result<()> {
         }
         STATE.store(if plan.is_some() { ON } else { OFF }, Ordering::Relaxed);
     }
+    // Threads to which the plan does not apply pass no places.
     let Some(plan) = plan.as_mut().filter(|p| p.is_for_this_thread()) else {
         return Ok(());
     };

@@ -91,6 +91,7 @@ impl Recorder for CudaGraphs {
         };
         let _entered = shared.stream.as_ref().map(SideStream::enter).transpose()?;
         let graph = Python::with_gil(|py| shared.begin(py)).map_err(failed)?;
+        // The capture ends even if the work has failed; then the work's error is reported, not the capture's.
         let result = work();
         let ended = Python::with_gil(|py| shared.end(py, &graph)).map_err(failed);
         result.and(ended)?;

@@ -60,6 +60,7 @@ fn operator_counts() -> HashMap<&'static str, (u64, u64)> {
 fn threads_in_kernels(py: Python<'_>) -> usize {
     py.allow_threads(|| {
         let seen = std::sync::Mutex::new(std::collections::HashSet::new());
+        // The work is so slow that no thread can take all 64 parts before the others have started.
         crate::cpu::parallel::for_each(64, 1, |_| {
             std::thread::sleep(std::time::Duration::from_millis(1));
             seen.lock().unwrap_or_else(|e| e.into_inner()).insert(std::thread::current().id());

@@ -25,6 +25,7 @@ import_exception!(normformer_rs.errors, Interrupted);
 
 impl From<Error> for PyErr {
     fn from(e: Error) -> PyErr {
+        // If a Python exception caused the error, that exception is returned itself.
         if let Error::Raised(_) | Error::Torch(_) = &e {
             let raised = Python::with_gil(|py| {
                 if let Error::Raised(raised) = &e {

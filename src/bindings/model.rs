@@ -62,6 +62,7 @@ fn draw_linear(
     let init = init::find(config.init())?;
     let weight = weight.0;
     let (rows, cols) = caught(|| Ok(weight.size2()?))?;
+    // Each role has an equal block of rows.
     let fill = init.linears(&roles, cols, rows / roles.len().max(1) as i64, &place);
     released(py, move || fill.write(&weight, &init::ProcessGenerator))?;
     Ok(())
@@ -169,6 +170,7 @@ fn composed_norm(x: PyTensor, parameters: Vec<Option<PyTensor>>, options: Vec<f6
 /// device.
 #[pyfunction]
 fn growth(steps: i64, curve: &str, t: PyTensor) -> PyResult<PyTensor> {
+    // `by_layer` is false, so that α is the same in every layer; the 0 below is a layer's number.
     let growth = residual::Growth { steps, curve: residual::GrowthCurve::parse(curve)?, by_layer: false };
     Ok(PyTensor(caught(|| growth.alpha(&t.0, 0, Kind::Double))?))
 }
@@ -289,6 +291,7 @@ fn observe<'py>(
     let (source, target, seed) = (source.map(|t| t.0), target_input.0, seed.map(|t| t.0));
     let is_differentiated = loss.is_some();
     let (watch, logits) = released(py, move || {
+        // Parameters require gradients only if there is a loss to differentiate.
         let build = if is_differentiated { Transformer::to_train } else { Transformer::with_parameters };
         let (built, read, kind) = reading(build(&model, &tensors)?, source, &target, kind)?;
         let watch = Rc::new(Watch::default());
@@ -356,7 +359,9 @@ fn largest_logits(
     let batches: Vec<_> = batches.into_iter().map(|(source, target)| (source.map(|t| t.0), target.0)).collect();
     let found = released(py, move || {
         let mut built = Transformer::with_parameters(&model, &tensors)?;
+        // Without a limit nothing is clipped; the clip only measures.
         let clip = train::QkClip::new(&built.parameters, f64::INFINITY)?;
+        // `reading` takes the model and gives it back, for the next batch.
         for (source, target) in batches {
             let (back, read, kind) = reading(built, source, &target, kind)?;
             let ctx = Context::evaluation(kind).measuring_logits(true);
@@ -385,6 +390,7 @@ fn clip_queries_and_keys(
         let built = Transformer::with_parameters(&model, &tensors)?;
         let clip = train::QkClip::new(&built.parameters, limit)?;
         let largest_of = |head: String| largest.get(&head).copied().unwrap_or(f64::NEG_INFINITY);
+        // One number per head, the heads of an attention one after the other.
         let logits: Vec<f64> = clip.heads().into_iter().map(largest_of).collect();
         for (attention, logits) in built.parameters.attentions().iter().zip(logits.chunks(model.heads as usize)) {
             tch::no_grad(|| attention.largest.shallow_clone().f_copy_(&Tensor::from_slice(logits)))?;

@@ -79,6 +79,8 @@ pub(super) fn interruptible<T: Send>(
 /// KeyboardInterrupt it returns the error `Interrupted` instead, which says what was saved. If saving failed, its error
 /// becomes the cause of the exception.
 pub(super) fn as_raised<T>(py: Python<'_>, done: crate::error::Result<T>, raised: Option<PyErr>) -> PyResult<T> {
+    // The exception may have passed through the work as an error. Then the error with which the work ended, for example
+    // while it saved a checkpoint, is inside it; without one, the work was only stopped.
     let (done, raised) = match (done, raised) {
         (Err(Error::Raised(mut inside)), None) => {
             let ended = inside.ended.take();
@@ -89,6 +91,7 @@ pub(super) fn as_raised<T>(py: Python<'_>, done: crate::error::Result<T>, raised
         }
         both => both,
     };
+    // A KeyboardInterrupt is left out: the error `Interrupted` in `done` replaces it.
     match (done, raised.filter(|error| !error.is_instance_of::<PyKeyboardInterrupt>(py))) {
         (Err(Error::Interrupted(_)), Some(raised)) => Err(raised),
         (Err(failed), Some(raised)) => {
@@ -164,6 +167,7 @@ fn generate(
         let model = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;
         model.complete(&prompts, &options, batch_tokens, kind, &mut report, check_interrupt)
     });
+    // If `said` raised an exception, that counts, not the error that it caused in `found`.
     match raised {
         Some(_) => as_raised(py, Err(Error::Interrupted("generation was stopped".into())), raised),
         None => Ok(found?.into_iter().map(|texts| texts.into_iter().map(text_tuple).collect()).collect()),

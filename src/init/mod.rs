@@ -110,6 +110,7 @@ impl Fill {
                     drop(t.f_erfinv_()?.f_mul_scalar_(std * 2f64.sqrt())?);
                 }
                 Fill::Uniform { bound } => draw.uniform(&t, *bound)?,
+                // Numbers between ±bound/2, moved up by bound/2.
                 Fill::UpTo { bound } => {
                     draw.uniform(&t, bound / 2.0)?;
                     drop(t.f_add_scalar_(bound / 2.0)?);

@@ -23,6 +23,7 @@ pub static SMALL: Init = Init {
     source: "Nguyen & Salazar 2019, §2.2",
     linear: |role, fan_in, fan_out, place| match role {
         Role::FeedForward1 | Role::FeedForward2 | Role::Gate | Role::OutputGate => xavier_normal(1.0, fan_in, fan_out),
+        // √(2/(5d)) is the std for fan_in + fan_out = d + 4d.
         _ => xavier_normal(1.0, place.model.d_model, 4 * place.model.d_model),
     },
     ..XAVIER

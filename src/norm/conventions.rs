@@ -124,6 +124,7 @@ impl Conventions {
     pub fn composed(&self, x: &Tensor, gain: Option<&Tensor>, eps: f64, measured: i64) -> Result<Tensor> {
         let whole = accumulate(x)?;
         let measured_part = |x: &Tensor| x.f_narrow(-1, 0, measured);
+        // `unit` expects the ε that is added to the mean square. An ε outside the root is like ε² there.
         let unit = unit(&measured_part(&whole)?, if self.eps_outside { eps * eps } else { eps })?;
         let wide = whole.f_div(&unit)?;
         let scale = if self.eps_outside {
@@ -131,6 +132,7 @@ impl Conventions {
             let length = over_row(&measured_part(&wide)?, measured, |x| {
                 Ok(x.f_norm_scalaropt_dim(2.0, [-1i64].as_slice(), true)?)
             })?;
+            // The root mean square is the length divided by √measured.
             let root = length.f_mul_scalar((measured as f64).powf(-0.5))?;
             root.f_add(&unit.f_reciprocal()?.f_mul_scalar(eps)?)?.f_reciprocal()?
         } else {
@@ -154,10 +156,11 @@ impl Conventions {
 }
 
 /// Rounds the numbers of t to `kind` but keeps t's own type, so that sums in the backward pass do not leave the range
-/// of 16 bits. The gradient passes through unchanged.
+/// of 16 bits. The gradient passes through unchanged (a straight-through estimator).
 fn rounded(t: &Tensor, kind: Kind) -> Result<Tensor> {
     let exact = t.f_detach()?;
     let rounded = accumulate(&exact.f_to_kind(kind)?)?.f_to_kind(t.kind())?;
+    // The difference is a constant for autograd.
     Ok(t.f_add(&rounded.f_sub(&exact)?)?)
 }
 

@@ -113,8 +113,8 @@ pub fn entry(given: GivenNorm) -> Result<&'static Spec> {
     if let Some(found) = known.iter().find(|known| *known.given == given) {
         return Ok(found.spec);
     }
-    let others = known.iter().filter(|known| known.given.name == given.name).count();
-    let name = if others == 0 { given.name.clone() } else { format!("{}#{}", given.name, others + 1) };
+    let namesakes = known.iter().filter(|known| known.given.name == given.name).count();
+    let name = if namesakes == 0 { given.name.clone() } else { format!("{}#{}", given.name, namesakes + 1) };
     let given: &'static GivenNorm = Box::leak(Box::new(given));
     let own =
         OwnNorm { name: &given.name, declaration: serde_json::to_string(given).expect("numbers and words are JSON") };
@@ -157,6 +157,7 @@ impl GivenParameter {
             std: Quantity::Is(self.std),
             offset: Quantity::Is(self.offset),
             factor: Quantity::Is(self.factor),
+            // Products with a matrix are summed over its columns, the second side.
             sums_over: match self.shape.sides() {
                 [_, GivenSide::Width(_)] => SumsOver::Width,
                 _ => SumsOver::Nothing,
@@ -189,6 +190,7 @@ fn check(given: &GivenNorm) -> Result<()> {
         if shape.sides().iter().any(|side| matches!(side, GivenSide::Number(number) if *number < 1)) {
             return wrong(format!("{name:?} is a matrix with a side below 1"));
         }
+        // `start` has a value per width and is checked below. So these numbers give only factor·offset.
         let numbers = Numbers { start: 0.0, std: 0.0, offset: *offset, factor: *factor };
         if !(*std >= 0.0 && is_finite_in_f32(*std)) {
             return wrong(format!("{name:?} has a std of {std:e}: it must be finite in float32 and at least 0"));

@@ -29,6 +29,7 @@ impl RowNorm for LayerNorm {
         if unit == A::ZERO {
             return Measured { shift: unit, scale: A::ONE / eps.sqrt() };
         }
+        // The second sums are about the mean of the first, so that the sum of squares loses few digits.
         let cols = A::from_f64(x.len() as f64);
         let about = sum(x, |v| v / unit) / cols;
         let (sum, squares) = (sum(x, |v| v / unit - about), sum(x, |v| (v / unit - about) * (v / unit - about)));

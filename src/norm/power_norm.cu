@@ -14,6 +14,7 @@ struct Norm {
     if (o.release && b.count > 0.0) used.slope = own.slope;
     return used;
   }
+  // During warm-up psi^2 is the mean of all batches so far; the authors' code then also decays it.
   static DEV State moved(const Batch& b, State s, const Options& o) {
     const bool warm = warming(b, s, o);
     s.iters++;

@@ -86,7 +86,7 @@ pub static OPERATOR: ColumnNormOpSpec = ColumnNormOpSpec {
 /// Returns the statistics to apply: the running ones from before this pass, or during warm-up the batch's own. In
 /// training, also updates ψ² and the number of updates t.
 fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stats {
-    let running = Stats::new(&batch.mean, state.first, o.eps);
+    let running = Stats::new(&batch.mean, state.first, o.eps); // the mean of a norm that does not centre is 0
     if !o.train {
         return running;
     }
@@ -94,6 +94,7 @@ fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stat
     let t = state.iters[0] + 1;
     let warming = t <= o.warmup && batch.count > 0.0;
     let used = if warming { Stats::of_batch(batch, o.eps) } else { running };
+    // The authors' code divides by the number of all rows, padding included.
     let divisor = if o.release { batch.rows } else { batch.count };
     let squares = batch.square_of_all.as_ref().unwrap_or(&batch.square);
     let stats = Stats {
@@ -141,6 +142,7 @@ fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions
     let accepted = state.accepts(batch, &[&batch.square])?;
     let old = running.square;
     let kind = old.kind();
+    // ψ² + (ψ²_B − ψ²)/t is the mean so far; ψ² + (ψ²_B − ψ²)(1 − α) is the decayed ψ².
     let gap = |from: &Tensor| batch.square.f_sub(from);
     let mean_so_far = old.f_add(&gap(&old)?.f_div(&t.f_to_kind(kind)?)?)?;
     let decayed = |from: &Tensor| from.f_add(&gap(from)?.f_mul_scalar(1.0 - o.alpha)?);

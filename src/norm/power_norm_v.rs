@@ -40,7 +40,7 @@ pub static OPERATOR: ColumnNormOpSpec = ColumnNormOpSpec {
 /// the batch's.
 fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stats {
     if !o.train && !state.first.is_empty() {
-        return Stats::new(&batch.mean, state.first, o.eps);
+        return Stats::new(&batch.mean, state.first, o.eps); // the mean of a norm that does not centre is 0
     }
     if o.train && !state.first.is_empty() && state.accepts(batch.count, &[&batch.square]) {
         let moved = state.first.iter_mut().zip(&batch.square);

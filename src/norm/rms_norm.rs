@@ -26,6 +26,7 @@ impl RowNorm for RmsNorm {
 
     fn measure_scaled<A: Accumulator>(x: &[A], eps: A) -> Measured<A> {
         let unit = magnitude(x);
+        // A row of zeros has the sum of squares 0, and no unit by which to divide.
         let total = if unit > A::ZERO { sum(x, |v| v / unit * (v / unit)) } else { unit };
         let root = (total / A::from_f64(x.len() as f64)).sqrt() * unit;
         Measured { shift: A::ZERO, scale: A::ONE / hypotenuse(root, eps.sqrt()) }

@@ -26,6 +26,7 @@ impl RowNorm for ScaleNorm {
 
     fn measure_scaled<A: Accumulator>(x: &[A], eps: A) -> Measured<A> {
         let unit = magnitude(x);
+        // In a row of zeros 1/unit is infinite whatever the square, and `clamped` makes it 1/ε.
         let square = if unit > A::ZERO { sum(x, |v| v / unit * (v / unit)) } else { A::ONE };
         // The length n may leave the range although 1/n does not, so 1/n is computed in two steps.
         clamped(A::ONE / unit / square.sqrt(), eps)

@@ -463,11 +463,12 @@ impl Spec {
     /// and `options` are numbers, both in the order in which the norm declares them.
     pub fn composed(&self, x: &Tensor, width: i64, parameters: Vec<Option<Tensor>>, options: &[f64]) -> Result<Tensor> {
         let name = self.name;
-        let (wanted, got) = ((self.parameters.len(), self.options.len()), (parameters.len(), options.len()));
-        if wanted != got {
+        let (wanted_parameters, wanted_options) = (self.parameters.len(), self.options.len());
+        if (wanted_parameters, wanted_options) != (parameters.len(), options.len()) {
             return Err(Error::invalid(format!(
-                "{name} takes {} parameters and {} options, got {} and {}",
-                wanted.0, wanted.1, got.0, got.1
+                "{name} takes {wanted_parameters} parameters and {wanted_options} options, got {} and {}",
+                parameters.len(),
+                options.len()
             )));
         }
         for (declared, parameter) in self.parameters.iter().zip(&parameters) {
@@ -482,6 +483,7 @@ impl Spec {
         }
         let decoded = self.options.iter().zip(options).map(|(k, number)| (k.name.to_string(), k.decode(*number)));
         let given = NormArgs { width, values: decoded.collect() };
+        // A formula for y receives all parameters. A formula for x̂ receives those inside x̂, without weight and bias.
         if let Form::Whole(y) = self.form_of(&given)? {
             return composed::whole(y, x, &parameters, &given);
         }

@@ -48,6 +48,7 @@ struct MaskedRows {
     x: Tensor,
     /// A mask that is true at padding, (…, 1).
     pad: Option<Tensor>,
+    /// All dimensions except the last.
     dims: Vec<i64>,
 }
 
@@ -116,7 +117,8 @@ impl BatchTensors {
         let of_all = self.square_of_all.as_ref().unwrap_or(&self.square);
         let own =
             [flat(&self.count)?, flat(&self.rows)?, self.mean()?, self.square.shallow_clone(), of_all.shallow_clone()];
-        let gathered = ranks.gather(&Tensor::f_cat(&own, 0)?)?; // (ranks, 2 + 3d)
+        // Each rank's row: count, rows, d means, d squares about its means, d squares over all rows: (ranks, 2 + 3d).
+        let gathered = ranks.gather(&Tensor::f_cat(&own, 0)?)?;
         let d = self.square.size()[0];
         let columns = |from: i64, n: i64| gathered.f_narrow(1, from, n);
         let weighted_sum =
@@ -126,6 +128,7 @@ impl BatchTensors {
         let shares = counts.f_div(&count.f_clamp_min(1.0)?)?;
         let means = columns(2, d)?;
         let mean = weighted_sum(&shares, &means)?;
+        // About the common mean, a rank's mean square is larger by the square of the distance between the means.
         let squares_about_mean = columns(2 + d, d)?.f_add(&means.f_sub(&mean)?.f_square()?)?;
         let square = weighted_sum(&shares, &squares_about_mean)?;
         let square_of_all = match o.release {
@@ -243,6 +246,7 @@ pub fn forward(
     let (shift, scale, stats) = match given {
         Some(stats) => (Some(stats.f_get(0)?), stats.f_get(1)?, stats.f_detach_copy()?),
         None => {
+            // Running statistics need no numbers from the other ranks.
             let from_batch = o.train || state.first.is_none();
             let measured = BatchTensors::of(&rows, kernels.kernel.centred, o.release)?;
             let measured = if from_batch { measured.over_ranks(o)? } else { measured };
@@ -251,7 +255,8 @@ pub fn forward(
             (used.shift, used.scale, stats)
         }
     };
-    // A NaN in the padding would reach the gradients of real rows. So padding is set to 0 first.
+    // A NaN in the padding would reach the gradients of real rows. So padding is set to 0 first. The authors' code
+    // (release) normalises the padding like real rows.
     let x_real = if o.release { rows.x.shallow_clone() } else { rows.real(&rows.x)? };
     let mut y = affine(hat(&x_real, shift.as_ref(), &scale)?, weight, bias)?;
     if !o.release {
@@ -269,8 +274,10 @@ fn hat(x: &Tensor, shift: Option<&Tensor>, scale: &Tensor) -> Result<Tensor> {
     Ok(centred.f_mul(scale)?)
 }
 
-/// Returns (dx, dγ, dβ), and updates ν. `stats` are from `forward`. dγ and dβ have the type in which statistics
-/// accumulate. With g = dy, dx = p⊙g − q⊙x̂ − p⊙mean(g); the last term only exists if the norm centres.
+/// Returns (dx, dγ, dβ), and updates PowerNorm's ν (power_norm.rs). `stats` are from `forward`. dγ and dβ have the type
+/// in which statistics accumulate. With g = dy, dx = p⊙g − q⊙x̂ − p⊙mean(g); the last term only exists if the norm
+/// centres. Here p = γ⊙slope, and q = slope⊙Λ with Λ = mean(γ⊙g⊙x̂). If PowerNorm applied running statistics, q is
+/// slope⊙ν.
 pub fn backward(
     kernels: &ColumnNormOpSpec,
     dy: &Tensor,
@@ -305,6 +312,7 @@ pub fn backward(
     let (is_exact, zeros) = (exact.f_eq(1.0)?, slope.f_zeros_like()?);
     let mut q = slope.f_mul(&lambda)?.f_where_self(&is_exact, &zeros)?;
     if let (true, true, Some(ema)) = (kernels.kernel.approximate, o.train, &state.second) {
+        // PowerNorm in training. Its buffer has ν/(1 − α_b) and becomes the old buffer − ν⊙Γ + Λ.
         let old = ema.f_flatten(0, -1)?.f_to_kind(g.kind())?;
         let nu = old.f_mul_scalar(1.0 - o.alpha_bwd)?;
         q = q.f_where_self(&is_exact, &slope.f_mul(&nu)?)?;
@@ -319,5 +327,6 @@ pub fn backward(
         dx = dx.f_sub(&p.f_mul(&sum_over_ranks)?.f_mul(&share)?.f_where_self(&is_exact, &zeros)?)?;
     }
     debug_assert_eq!(stats.size()[0] as usize, Stats::ROWS);
+    // dγ is the sum of g⊙x̂ over this rank's rows, dβ the sum of g.
     Ok((rows.real(&dx)?.f_view_as(x)?.f_to_kind(x.kind())?, sum_x, sum))
 }

@@ -18,6 +18,8 @@ pub type AdamBuffers<'a> = Buffers<&'a Tensor>;
 pub fn adam_in_place(buffers: &AdamBuffers, settings: &Coefficients) -> Result<()> {
     let Buffers { parameters, first, second, gradients, grad_scale, step_size, keep } = *buffers;
     let Coefficients { beta1, beta2, eps, rounding } = *settings;
+    // `place` is the index of the first element among all elements of the run; like the other two it decides the random
+    // bits of stochastic rounding.
     let [seed, update, place] = [rounding.seed as i64, i64::from(rounding.update), rounding.first as i64];
     let arguments = values![
         parameters, first, second, gradients, grad_scale, step_size, keep, beta1, beta2, eps, seed, update, place

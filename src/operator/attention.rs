@@ -53,7 +53,8 @@ pub fn composed_attention(
 /// off: it builds a plan for every new shape, and sentences have many shapes.
 pub fn padded_attention([q, k, v]: [&Tensor; 3], mask: Option<&Tensor>, causal: bool, scale: f64) -> Result<Tensor> {
     let _without = WithoutCudnn::new();
-    Ok(Tensor::f_scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale, false)?)
+    let (dropout, has_grouped_heads) = (0.0, false);
+    Ok(Tensor::f_scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale, has_grouped_heads)?)
 }
 
 /// A guard that keeps torch's attention from using cuDNN. torch has only one switch per process. So meanwhile other
@@ -66,11 +67,12 @@ static WITHOUT_CUDNN: Mutex<(usize, bool)> = Mutex::new((0, false));
 impl WithoutCudnn {
     fn new() -> Self {
         let mut state = WITHOUT_CUDNN.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.0 == 0 {
+        let (guards, was_on) = &mut *state;
+        if *guards == 0 {
             // SAFETY: the function sets torch's switch, and returns the old setting.
-            state.1 = unsafe { nfrs_set_cudnn_attention(false) };
+            *was_on = unsafe { nfrs_set_cudnn_attention(false) };
         }
-        state.0 += 1;
+        *guards += 1;
         WithoutCudnn
     }
 }
@@ -78,8 +80,9 @@ impl WithoutCudnn {
 impl Drop for WithoutCudnn {
     fn drop(&mut self) {
         let mut state = WITHOUT_CUDNN.lock().unwrap_or_else(PoisonError::into_inner);
-        state.0 -= 1;
-        if *state == (0, true) {
+        let (guards, was_on) = &mut *state;
+        *guards -= 1;
+        if *guards == 0 && *was_on {
             // SAFETY: see above.
             unsafe { nfrs_set_cudnn_attention(true) };
         }
@@ -94,6 +97,7 @@ extern "C" {
 
 fn check_heads(q: &Value, heads: i64) -> Result<()> {
     let q = q.required();
+    // `has_columns(q, n)` is true if n divides q's width; for n = 0, if the width is 0.
     match heads > 0 && !engine::has_columns(&q, 0) && engine::has_columns(&q, heads) {
         true => Ok(()),
         false => Err(Error::invalid(format!(
@@ -104,7 +108,7 @@ fn check_heads(q: &Value, heads: i64) -> Result<()> {
 }
 
 pub(super) fn operator() -> Operator {
-    // Letters: n is the number of query rows, m of key rows, w the width, h the number of heads.
+    // Letters: n is the number of query rows, m of key rows, w the width, h the number of heads, r of sentences.
     let queries = |name| tensor(name, "nw", DtypeRule::Same);
     let keys = |name| tensor(name, "mw", DtypeRule::Same);
     let q = || leader("q", "nw").by_columns();

@@ -87,6 +87,7 @@ impl ProcessGroup {
         if size == 1 {
             return Ok(ProcessGroup::ALONE);
         }
+        // A group that is already registered is not leaked a second time.
         let mut known = known();
         let registered = known.iter().find(|k| (k.name.as_str(), k.rank, k.size) == (name, rank, size)).copied();
         Ok(ProcessGroup(Some(registered.unwrap_or_else(|| {
@@ -142,8 +143,8 @@ impl ProcessGroup {
     }
 
     fn reduce_in_place(self, t: &mut Tensor, by: &str) -> Result<()> {
-        if let Some(k) = self.0 {
-            let _ = k.waited(&ALL_REDUCE_IN_PLACE, &values![&*t, by, k.name()])?;
+        if let Some(member) = self.0 {
+            let _ = member.waited(&ALL_REDUCE_IN_PLACE, &values![&*t, by, member.name()])?;
         }
         Ok(())
     }
@@ -152,7 +153,10 @@ impl ProcessGroup {
     pub fn first(self, t: &Tensor) -> Result<Tensor> {
         match self.0 {
             None => Ok(t.shallow_clone()),
-            Some(k) => k.waited(&BROADCAST, &values![t, 0i64, k.name()]),
+            Some(member) => {
+                let source_rank = 0i64;
+                member.waited(&BROADCAST, &values![t, source_rank, member.name()])
+            }
         }
     }
 }

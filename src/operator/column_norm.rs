@@ -84,7 +84,7 @@ pub(super) fn operator(o: &'static ColumnNormOp) -> Operator {
         [
             leader("x", "*d"),
             per_column("weight").computed(),
-            per_column("bias").computed().kept(),
+            per_column("bias").computed().kept(), // only `double_backward` reads the bias and the first buffer
             pad(),
             per_column(first).state().kept_plain(),
             per_column(second).state(),
@@ -97,6 +97,7 @@ pub(super) fn operator(o: &'static ColumnNormOp) -> Operator {
     .plan(move |call| plan(k, call))
     .kernel(move |call| forward(k, call))
     .formula(move |call| {
+        // Between the mask and `stats` are the four buffers of the state. `options` reads the last seven arguments.
         let [x, weight, bias, pad, buffers @ .., stats, _, _, _, _, _, _, _] = call.arguments::<16>();
         let [weight, bias, pad, stats] = [weight, bias, pad, stats].map(Value::tensor);
         let [first, second, iters, refused] = buffers.each_ref().map(Value::tensor);
@@ -192,12 +193,16 @@ fn backward_options(k: &ColumnNormOpSpec, call: &Call) -> Result<ColumnOptions> 
     Ok(ColumnOptions { alpha_bwd: alpha_bwd.float(), ranks, train: train.flag(), release, ..ColumnOptions::default() })
 }
 
+/// Errors if the call's buffers, or the reason why a formula runs, do not suit the norm. Declines calls that the GPU
+/// kernels cannot compute.
 fn plan(k: &ColumnNormOpSpec, call: &Call) -> Result<()> {
-    let ([.., first, second, iters, _, _, _, _, _, _, _, _, _], o) = (call.arguments::<16>(), options(k, call)?);
+    let ([_x, _weight, _bias, _pad, first, second, iters, ..], o) = (call.arguments::<16>(), options(k, call)?);
     let (name, [first_name, second_name]) = (k.operator, k.state);
+    // PowerNorm, the norm with an approximate gradient, cannot compute without its buffers.
     if k.kernel.approximate && [first, second, iters].into_iter().any(Value::is_none) {
         return Err(Error::invalid(format!("{name} needs its buffers {first_name}, {second_name} and iters")));
     }
+    // A norm that centres keeps a running mean and a running variance; one alone would be of no use.
     if k.kernel.centred && first.is_none() != second.is_none() {
         let both = format!("{name} needs both of its buffers {first_name} and {second_name}, or neither");
         return Err(Error::invalid(both));
@@ -259,6 +264,7 @@ fn double_backward(operator: &ColumnNormOp, call: &Call) -> Result<Vec<Option<Te
 
 // ---- the kernels' arguments ----
 
+/// Runs the forward kernel. If `stats` of an earlier pass are given, they become this pass's, and no buffer changes.
 fn forward(k: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
     let ([x, weight, bias, pad, first, second, iters, refused, given, ..], [y, stats]) =
         (call.arguments::<16>(), call.outputs());
@@ -290,6 +296,7 @@ fn forward(k: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
     Ok(())
 }
 
+/// Runs the backward kernel, which also updates PowerNorm's second buffer in training.
 fn backward(k: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
     let ([dy, x, weight, pad, second, refused, stats, ..], [dx, dweight, dbias]) =
         (call.arguments::<11>(), call.outputs());

@@ -41,6 +41,7 @@ pub fn norm_of_ones_own(own: &OwnNorm, x: &Tensor, parameters: &[Tensor]) -> Res
 /// Computes y of a norm that has its own operator, through the dispatcher.
 pub fn own_norm(own: &CompositeNormOpSpec, x: &Tensor, weight: Option<&Tensor>, given: &NormArgs) -> Result<Tensor> {
     let handle = [&HANDLE, &CONVENTIONAL].into_iter().find(|handle| handle.name == own.operator);
+    // Options are passed as words or as numbers.
     let option = |keyword: &&str| match given.value(keyword) {
         // JSON has no infinity, so the text "inf" stands for that number.
         Some(serde_json::Value::String(word)) if word != "inf" => word.as_str().into(),
@@ -85,6 +86,7 @@ pub(super) fn lp_norm_operator() -> Operator {
     composition(schema, [leader("x", "*d"), parameter("weight")], |call, x| {
         let [_, weight, p, eps] = call.arguments();
         let (weight, p, eps) = (weight.tensor(), p.float(), eps.float());
+        // For p = 2, ScaleNorm's operator computes the same on every device. Other orders have kernels only on GPUs.
         if p != 2.0 && call.device().is_some() {
             let [y, _stats] = ON_DEVICE.call(&values![x, weight.as_ref(), p, eps])?;
             return Ok(y);
@@ -171,7 +173,11 @@ pub(super) fn conventional_rms_norm() -> Operator {
             false => NORM.call(x, weight.as_ref(), None, eps),
         }
     })
-    .plan(|call| read(call)?.0.measured(engine::width(&call.first())?).map(drop))
+    // Errors if the part of a row that is measured has no numbers.
+    .plan(|call| {
+        let (how, ..) = read(call)?;
+        how.measured(engine::width(&call.first())?).map(drop)
+    })
 }
 
 /// Returns the GPU of the call, and the arguments of ScaleNorm's kernels; errors on the CPU.

@@ -140,6 +140,7 @@ pub(super) fn in_place_operator() -> Operator {
         let [logits, rest @ .., scale] = call.arguments::<7>();
         let (mut logits, mut losses) = (logits.required(), None);
         let wide = logits.f_to_kind(computed(&logits))?;
+        // The differentiated function is Σ loss, a scalar whose own gradient is 1. It also stores the rows' losses.
         let one = Tensor::f_ones([0i64; 0].as_slice(), (wide.kind(), wide.device()))?;
         let dlogits = engine::gradients(&[&wide], &one, |leaves| {
             let (loss, nll) = formula(&leaves[0], rest)?;

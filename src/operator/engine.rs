@@ -167,6 +167,7 @@ pub fn gradients_again(
     let (roots, given): (Vec<_>, Vec<_>) = pairs.unzip();
     let is_wanted = |t: &Option<Tensor>| t.as_ref().is_some_and(Tensor::requires_grad);
     let leaves: Vec<&Tensor> = aliases.iter().filter(|t| is_wanted(t)).flatten().collect();
+    // `computed` are the gradients of `leaves`, in order; below, each input that requires none gets `None`.
     let mut computed = match roots.is_empty() || leaves.is_empty() {
         true => vec![].into_iter(),
         false => run(&roots, &given, &leaves, true)?.into_iter(),

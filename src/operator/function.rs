@@ -54,6 +54,8 @@ extern "C" {
         -> bool;
 }
 
+/// Runs the function for C++ or, with `back`, its backward pass, which receives the gradients of the outputs. Appends
+/// the results to `made`.
 #[no_mangle]
 unsafe extern "C" fn nfrs_function_run(
     function: *mut c_void,

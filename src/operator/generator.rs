@@ -24,6 +24,8 @@ impl Generator {
         NonNull::new(unsafe { nfrs_generator(seed) }).map(Generator).ok_or_else(shim_error)
     }
 
+    /// Fills a tensor with uniform numbers from `from` to `to`, or with normal ones of mean `from` and standard
+    /// deviation `to`.
     fn draw(&self, t: &Tensor, is_normal: bool, from: f64, to: f64) -> Result<()> {
         // SAFETY: the generator lives as long as `self`, the tensor as long as the call.
         match unsafe { nfrs_draw(self.0.as_ptr(), t.as_ptr().cast(), is_normal, from, to) } {

@@ -61,12 +61,14 @@ pub(super) fn operator() -> Operator {
     .counted(&HANDLE)
 }
 
+/// Reads the operator's inputs. The weights have a column for each stream, and a last one for `added` if it is given.
 fn inputs<'a>([streams, weights, added]: [&'a Value; 3]) -> Inputs<'a> {
     let added = (!added.is_none()).then_some(&added.view);
     let n = weights.view.cols() - usize::from(added.is_some());
     Inputs { n, streams: &streams.view, added, weights: &weights.view }
 }
 
+/// Errors unless the weights (…, m, k) fit the streams (…, n, d): k must be n, or n + 1 with `added`.
 fn check(name: &str, [streams, weights, added]: [&Value; 3]) -> Result<()> {
     let (streams, weights) = (streams.required().size(), weights.required().size());
     let n = streams[streams.len() - 2];

@@ -33,10 +33,10 @@ pub fn is_possible(operator: &Operator, call: &Call) -> Result<bool> {
 /// Compares the variants that a call needs with the formula, and records the verdict. Returns `None` if they are
 /// right, otherwise a description of the error.
 pub fn prove(operator: &Operator, call: &Call, device: Device) -> Option<String> {
-    static ONE: Mutex<()> = Mutex::new(());
-    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let (compared, launched) = verdict::launched(|| caught(|| tch::no_grad(|| compare(operator, call, device))));
-    let unknown = verdict::unknown(&launched);
+    let unknown = verdict::unknown(&launched); // the variants that this proof judges
     let (verdict, what) = match compared {
         Ok(None) => (Verdict::Right, None),
         Ok(Some(how)) => (Verdict::Wrong, Some(format!("disagrees with its formula ({how})"))),

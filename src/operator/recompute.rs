@@ -31,12 +31,14 @@ impl<F: Fn(Vec<Tensor>, bool) -> Result<Vec<Tensor>>> Differentiable for Checkpo
     }
 
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+        // Recording is on only if the gradients are to be differentiated again.
         if Recording::is_on() {
             return Err(Error::Torch("activation checkpointing has no double backward: train without it".into()));
         }
         let inputs: Vec<Tensor> = inputs.iter().map(|t| t.detach().set_requires_grad(t.requires_grad())).collect();
         let _recorded = Recording::set(true);
         let outputs = (self.0)(inputs.iter().map(Tensor::shallow_clone).collect(), true)?;
+        // Outputs without a gradient do not take part.
         let pairs = outputs.iter().zip(&gradients).filter_map(|(t, g)| Some(t).zip(g.as_ref()));
         let (roots, given): (Vec<_>, Vec<_>) = pairs.unzip();
         backward(&roots, &given)?; // adds the parameters' gradients to their .grad

@@ -109,9 +109,13 @@ pub(super) struct Declared<'a> {
 }
 
 impl<'a> Declared<'a> {
+    /// Parses the operator's schema, `name(KIND NAME, …) -> (KIND, …)`. Errors unless the declaration describes every
+    /// tensor argument and every output of the schema.
     pub fn new(operator: &'a Operator) -> Result<Self> {
         let (arguments, returns) = operator.schema.split_once(") -> ").unwrap_or_default();
         let arguments = arguments.split_once('(').unwrap_or_default().1;
+        // An argument is written `KIND NAME` or `KIND NAME=DEFAULT`, such as "Tensor(a!)? x=None"; `!` means that the
+        // operator writes to it.
         let formal = |text: &'a str| {
             let (formal, default) = text.split_once('=').unwrap_or((text, ""));
             let (kind, name) = formal.rsplit_once(' ').unwrap_or_default();
@@ -124,11 +128,13 @@ impl<'a> Declared<'a> {
                 is_written: kind.contains('!'),
             }
         };
+        // "*" separates keyword-only arguments; the text "" means that there are no arguments.
         let formals = arguments.split(", ").filter(|a| !["", "*"].contains(a)).map(formal).collect();
         let mut declared = Declared { operator, formals, table: vec![], lists: vec![] };
         for a in &operator.arguments {
             let place = declared.argument(a.name)?;
             match declared.formals[place].is_list {
+                // These are no tensors, so neither table has them.
                 _ if matches!(a.dtype, DtypeRule::Dtype | DtypeRule::Number | DtypeRule::Title) => (),
                 true => declared.lists.push((a, place)),
                 false => declared.table.push((a, place)),
@@ -226,6 +232,7 @@ impl<'a> Declared<'a> {
     /// of `b`; output names decide whose gradient each output of `b` is.
     fn connected(&self, b: &Declared) -> Result<Op> {
         let (mut op, mut back) = (self.op()?, b.op()?);
+        // The flags `has_gradient` are per output, `plain` and `is_kept` per argument; declared.h explains them (`Op`).
         let (mut sources, mut saved) = (vec![], vec![]);
         let mut has_gradient = vec![0; self.operator.outputs.len()];
         let mut plain: Vec<u8> = self.formals.iter().map(|a| u8::from(!a.is_tensor)).collect();
@@ -233,6 +240,7 @@ impl<'a> Declared<'a> {
         let mut is_kept = vec![self.operator.double_backward.is_none(); plain.len()];
         for a in &b.formals {
             let gradient = a.name.strip_prefix('d').and_then(|name| self.output(name));
+            // The argument is the gradient of output k, output k itself, or an argument of the forward operator.
             let mut source = match (gradient, self.output(a.name)) {
                 (Some(k), _) if self.operator.outputs[k].is & FIXED != 0 => Origin::of(NOTHING, 0),
                 (Some(k), _) => {
@@ -247,6 +255,7 @@ impl<'a> Declared<'a> {
                     let Ok(place) = self.argument(a.name) else {
                         return b.wrong(format!("has an argument {} that the operator has not kept", a.name));
                     };
+                    // `b` writes to its buffers, so the node keeps the buffer itself, without a version check.
                     match a.is_written {
                         true => plain[place] = 1,
                         false => is_kept[place] = true,
@@ -254,6 +263,7 @@ impl<'a> Declared<'a> {
                     Origin::of(ARGUMENT, place)
                 }
             };
+            // An argument that `b` declares `like` another is passed only if that argument's gradient is wanted.
             if let Some(only) = b.row(a.name).map(|i| b.table[i].0.like).filter(|like| !like.is_empty()) {
                 let Some(row) = self.row(only) else {
                     return b.wrong(format!("has {} for {only}, which is none", a.name));

@@ -31,7 +31,9 @@ pub struct Step<'a> {
 impl Step<'_> {
     /// Returns x⁺ in x's dtype.
     pub fn add(&self) -> Result<Tensor> {
-        let [x_plus, ..] = self.call(&HANDLE, [None, None], [Some(0.0.into()), None], None)?;
+        // Without a norm, the schema still has an ε, which nothing reads.
+        let unused_eps: [Option<Value>; NUMBERS] = [Some(0.0.into()), None];
+        let [x_plus, ..] = self.call(&HANDLE, [None, None], unused_eps, None)?;
         Ok(x_plus)
     }
 
@@ -42,6 +44,8 @@ impl Step<'_> {
         Ok((x_plus, y))
     }
 
+    /// Calls a residual operator. Returns x⁺, y and the norm's statistics. `extra` are the norm's own arguments, and
+    /// `dtype` is y's type in c10::ScalarType.
     fn call(
         &self,
         handle: &Handle,
@@ -85,6 +89,7 @@ pub(super) fn operator(norm: Option<&'static RowNormOp>) -> Operator {
     let stats = || tensor("stats", format!("*{}", row_kernel.stats()), DtypeRule::Computed);
     let gain = |name| parameter(name).computed();
     let declared = ExtraArgs::of(kernels, "norm_");
+    // Without a norm, y is an empty tensor without a derivative.
     let y = match norm {
         Some(_) => tensor("y", "*d", DtypeRule::Dtype),
         None => tensor("y", "0", DtypeRule::Dtype).fixed(),
@@ -176,10 +181,10 @@ pub(super) fn operator(norm: Option<&'static RowNormOp>) -> Operator {
             // If dx and df are equal, only dx is computed and autograd passes it to both, which saves a pass over
             // memory.
             if p.float() == 0.0 && alpha.is_none() && beta.is_none() && x_plus.dtype == f.dtype {
-                call.leave_out(1);
+                call.leave_out(1); // df
             }
             if x.is_none() {
-                call.leave_out(2);
+                call.leave_out(2); // dalpha
             }
             Ok(())
         })
@@ -215,10 +220,11 @@ fn gradients(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Ten
     let kind = if x_plus.kind() == Kind::Double { Kind::Double } else { Kind::Float };
     let wide = |v: &Value| Ok::<_, Error>(v.tensor().map(|t| t.f_to_kind(kind)).transpose()?);
     let mut g = wide(dx_plus)?;
+    // The gradients of weight, bias and a curve's numbers; without a norm or dy, `None` twice.
     let mut norm_gradients: Vec<Option<Tensor>> = (0..2).map(|_| None).collect();
     if let (Some(spec), Some(dy)) = (norm, wide(dy)?) {
         let mut all = composed_gradients(spec, &dy, &x_plus.f_to_kind(kind)?, [weight, bias], extra)?;
-        all.truncate(3 + spec.numbers.len());
+        all.truncate(3 + spec.numbers.len()); // drops ε, which has no gradient
         let through_norm = all.remove(0);
         g = match (g, through_norm) {
             (Some(g), Some(through_norm)) => Some(g.f_add(&through_norm)?),
@@ -229,6 +235,7 @@ fn gradients(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Ten
     let g = g.map_or_else(|| x_plus.f_zeros_like()?.f_to_kind(kind), Ok)?;
     let mask = drawn_for(&f.f_to_kind(kind)?, [p, seed, site])?;
     let undropped = mask.map_or_else(|| Ok(g.shallow_clone()), |mask| g.f_mul(&mask))?;
+    // `times` returns gain⊙t. `sum` returns the gain's gradient: g⊙factor, summed to the gain's shape.
     let times = |t: &Tensor, gain: &Value| match wide(gain)? {
         Some(gain) => Ok::<_, Error>(t.f_mul(&gain)?),
         None => Ok(t.shallow_clone()),
@@ -243,6 +250,7 @@ fn gradients(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Ten
     Ok(both.into_iter().chain(sums).chain(norm_gradients).collect())
 }
 
+/// Computes x⁺ = α⊙x + β⊙drop(f) in f32 or f64, rounds it to x's type, and applies the norm to the rounded x⁺.
 fn formula(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Tensor>>> {
     let [x, f, alpha, beta, weight, bias, extra @ .., p, seed, site, dtype] = call.all() else {
         unreachable!("the schema has these")

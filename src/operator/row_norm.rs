@@ -82,6 +82,7 @@ pub(super) fn with_extra<T>(
     after: &[Value],
     f: impl FnOnce(&[Value]) -> T,
 ) -> T {
+    // A residual step has the most arguments: six, at most two of the norm's own, and four.
     const MOST: usize = 12;
     let (mut all, mut count) = ([Value::from(0.0); MOST], 0);
     for value in before.iter().copied().chain(extra.into_iter().flatten()).chain(after.iter().copied()) {
@@ -106,6 +107,7 @@ impl ExtraArgs {
         if names.is_empty() {
             return ExtraArgs { schema: "float eps".into(), arguments: vec![], gradients: vec![] };
         }
+        // Declarations live as long as the process, so their names are leaked.
         let named = |name: &&str| -> &'static str { format!("{prefix}{name}").leak() };
         let names: Vec<&'static str> = names.iter().map(named).collect();
         ExtraArgs {
@@ -124,6 +126,7 @@ impl ExtraArgs {
 /// Reads a norm's own arguments from a call: ε and the views of a curve's numbers.
 pub(super) fn extra(given: &[Value]) -> (f64, [View; NUMBERS]) {
     match given {
+        // ε is the only number without a view; a curve's numbers are tensors.
         [only] if only.view.is_absent() => (only.float(), [View::ABSENT; NUMBERS]),
         numbers => (0.0, views(numbers)),
     }
@@ -139,6 +142,7 @@ pub(super) fn composed(k: &RowNormOpSpec, x: &Tensor, [weight, bias]: [&Value; 2
     let numbers: Vec<Tensor> = extra.iter().filter_map(Value::tensor).collect();
     let eps = if numbers.is_empty() { extra[0].float() } else { 0.0 };
     let (weight, bias) = (weight.tensor(), bias.tensor());
+    // An x without columns has nothing to normalise; the product by 1 is a copy that autograd records.
     if engine::has_columns(x, 0) {
         return affine(x.f_mul_scalar(1.0)?, weight.as_ref(), bias.as_ref());
     }
@@ -166,12 +170,14 @@ pub(super) fn composed_gradients(
         let extra: Vec<Value> = extra.iter().map(|own| next(*own)).collect();
         composed(k, &x, [&weight, &bias], &extra)
     })?;
+    // `gradients` belong to the present tensors, in order; each absent one gets `None`.
     let mut gradients = gradients.into_iter();
     Ok(all.iter().map(|t| t.as_ref().and_then(|_| gradients.next().flatten())).collect())
 }
 
 /// Leaves out the gradient of ε, for which the backward operator has no output.
 pub(super) fn gradients_of_outputs(k: &RowNormOpSpec, all: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+    // The outputs are the gradients of x, weight, bias and a curve's numbers.
     Ok(all.into_iter().take(3 + k.numbers.len()).collect())
 }
 

@@ -40,6 +40,7 @@ unsafe extern "C" fn nfrs_run(operator: *const c_void, stage: c_int, call: &Call
         KERNEL => {
             operator.handle.inspect(|h| h.count_kernel());
             let Some(device) = call.device() else {
+                // The kernel is about to write the outputs, and large memory pages are faster to clear.
                 for made in call.all_outputs() {
                     pages::ask_for_large(made.view.bytes());
                 }
@@ -81,6 +82,7 @@ fn run_proven(operator: &Operator, call: &Call, device: Device) -> Result<Ran> {
         return Ok(Ran::Refused(Some(wrong)));
     }
     let (done, launched) = verdict::launched(|| operator.run_kernel(call));
+    // A variant still without a verdict was launched now, but not by the proof: its result may be wrong.
     match verdict::unknown(&launched)[..] {
         [] => done.map(|()| Ran::Kernel),
         [missed, ..] => {

@@ -52,6 +52,7 @@ pub(super) fn operator() -> Operator {
     .counted(&HANDLE)
 }
 
+/// Errors unless there are 1 to [`MOST`] iterations and ε is above 0. `name` is the operator's.
 fn check(name: &str, iterations: i64, eps: f64) -> Result<()> {
     if !(1..=MOST).contains(&iterations) {
         return Err(Error::invalid(format!("{name}: iterations must be from 1 to {MOST}, got {iterations}")));

@@ -17,7 +17,8 @@ pub fn upload(numbers: &[u8], device: Device) -> Result<Tensor> {
     match device {
         Device::Cuda(_) => {
             let [pinned] = PIN.call(&values![&host, None::<i64>])?;
-            Ok(pinned.f_to_device_(device, host.kind(), true, false)?)
+            let (non_blocking, copy) = (true, false);
+            Ok(pinned.f_to_device_(device, host.kind(), non_blocking, copy)?)
         }
         _ => Ok(host.f_to_device(device)?),
     }
@@ -37,7 +38,8 @@ struct Event(NonNull<c_void>);
 impl Pending {
     /// Starts the copy.
     pub fn of(t: &Tensor) -> Result<Self> {
-        let host = t.f_to_device_(Device::Cpu, t.kind(), true, false)?;
+        let (non_blocking, copy) = (true, false);
+        let host = t.f_to_device_(Device::Cpu, t.kind(), non_blocking, copy)?;
         let arrived = match t.device() {
             // SAFETY: the returned event belongs to this value.
             Device::Cuda(device) => {

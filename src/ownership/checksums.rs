@@ -58,6 +58,7 @@ fn read(folder: &Path) -> Result<Option<Vec<(String, Digest)>>> {
     let path = folder.join(CHECKSUMS);
     let Some(bytes) = atomic::read(&path, MOST)? else { return Ok(None) };
     let text = String::from_utf8(bytes).map_err(|e| damaged(&path, e.to_string()))?;
+    // The last line begins after the last line end but one.
     let end = text.strip_suffix('\n').and_then(|text| text.rfind('\n')).map_or(0, |at| at + 1);
     let (lines, last) = text.split_at(end);
     if last != format!("{:08x} {OF_ITSELF}\n", Digest::of(lines.as_bytes()).crc32) {

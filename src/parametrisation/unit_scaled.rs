@@ -38,9 +38,11 @@ impl UnitScaled {
     pub fn gains(&self, number: i64) -> (f64, f64) {
         let feed_forward = self.residual * (2.0 / (1.0 + self.attention_ratio.powi(2))).sqrt();
         let attention = self.attention_ratio * feed_forward;
+        // The numbers of attention's and of feed-forwards' branches before this one.
         let [attentions, feed_forwards] = [(number + 1) / 2, number / 2].map(|count| count as f64);
         let branch = if number % 2 == 0 { attention } else { feed_forward };
-        // τ is the size of this branch relative to the residual stream before it.
+        // τ is the size of this branch relative to the residual stream before it: the embedding, whose squared size is
+        // the number of layers in these units, plus the branches so far.
         let stream_squared = self.layers + attentions * attention.powi(2) + feed_forwards * feed_forward.powi(2);
         let tau = branch / stream_squared.sqrt();
         let skip = (1.0 + tau.powi(2)).powf(-0.5);
@@ -59,6 +61,7 @@ impl UnitScaled {
 
     /// Returns the factor of the heads' outputs. Flat attention weights average values; sharp ones copy one.
     pub fn heads(&self) -> f64 {
+        // The interpolation and its constants are those of the paper's library.
         let flat = (self.length.ln() / self.length).sqrt();
         between(4.0 * self.d_head / self.attention.powi(2), flat, 1.0).recip()
     }
@@ -77,7 +80,10 @@ impl UnitScaled {
         // The ratios of the library's gradients to the true ones, divided by √N, at three places.
         let at_logits = self.vocab_size / (self.vocab_size - 1.0).sqrt() / self.loss;
         let in_stream = at_logits * self.d_model / self.vocab_size.sqrt();
-        let in_layer = |(sublayer, terms): (i64, f64)| in_stream * terms.sqrt() / self.gains(sublayer).1;
+        let in_layer = |(sublayer, terms): (i64, f64)| {
+            let (_, branch_gain) = self.gains(sublayer);
+            in_stream * terms.sqrt() / branch_gain
+        };
         let (lr, ratio) = match part.role {
             ParameterRole::Embedding if name.starts_with("output_projection") => (1.0, at_logits * self.d_model),
             ParameterRole::Embedding => (fan_in.powf(-0.5), in_stream * self.vocab_size.sqrt()),
@@ -92,6 +98,7 @@ impl UnitScaled {
     /// stack. The library scales the parameter's gradient by √terms: d_model terms for attention's matrices, d_ff for
     /// the three of a feed-forward, and 1 for a norm.
     fn sublayer_of(&self, name: &str) -> (i64, f64) {
+        // The name is `STACK.layers.LAYER.MODULE.…`. A layer has two sublayers: attention, then the feed-forward.
         let inside = name.split_once(".layers.").map_or("", |(_, inside)| inside);
         let (layer, module) = inside.split_once('.').unwrap_or(("0", inside));
         let first = 2 * layer.parse::<i64>().unwrap_or(0);

@@ -103,6 +103,7 @@ pub fn arguments(
         counter,
         eps: number("eps").map_or(1.0, |eps| eps.float()),
     };
+    // If a backward operator takes outputs of its forward operator, its tensors come from one forward call.
     let tensors = match operator.forward.get().filter(|_| declared.table.iter().any(|(a, _)| is_kept(operator, a))) {
         None => maker.all(&declared, &given)?,
         Some(forward) => maker.after(forward, &declared, &given)?,
@@ -150,6 +151,7 @@ fn change_numbers(case: Case, declared: &Declared, given: &mut [Value]) {
 fn change_tensors(case: Case, declared: &Declared, x: &Tensor, given: &mut [Value]) -> Result<Vec<Tensor>> {
     let mut fabricated: Vec<(usize, Tensor)> = Vec::new();
     if let Some((_, place)) = mask_of(declared) {
+        // Marks every n-th row, from the first, as padding.
         let every =
             |n: i64| -> Result<Tensor> { Ok(counted(&x.size()[..x.dim() - 1], x.device())?.f_remainder(n)?.f_eq(0)?) };
         match case {
@@ -159,9 +161,10 @@ fn change_tensors(case: Case, declared: &Declared, x: &Tensor, given: &mut [Valu
             Case::Variant(n) => fabricated.push((place, every(n)?)),
             Case::Long => {
                 // In every second slab, only the last quarter of the rows is real.
-                let (row, slab) = (counted(&[LONG], x.device())?, slabs(LONG).0);
-                let is_first = row.f_remainder(slab)?.f_lt(slab * 3 / 4)?;
-                fabricated.push((place, row.f_remainder(2 * slab)?.f_lt(slab)?.f_logical_and(&is_first)?));
+                let (row, (slab, _)) = (counted(&[LONG], x.device())?, slabs(LONG));
+                let is_in_first_part = row.f_remainder(slab)?.f_lt(slab * 3 / 4)?;
+                let is_in_even_slab = row.f_remainder(2 * slab)?.f_lt(slab)?;
+                fabricated.push((place, is_in_even_slab.f_logical_and(&is_in_first_part)?));
             }
             _ => (),
         }

@@ -20,6 +20,7 @@ pub fn difference(found: &Tensor, expected: &Tensor) -> Result<Option<String>> {
     let least = if is_narrow { 4.0 * of_mean } else { least };
     let found = found.f_to_kind(Kind::Double)?;
     let expected = expected.f_to_kind(Kind::Double)?.f_view(found.size().as_slice())?;
+    // A scalar becomes a row of one number.
     let row = |t: Tensor| if t.dim() == 0 { t.f_view([1].as_slice()) } else { Ok(t) };
     let (found, expected) = (row(found)?, row(expected)?);
     let is_nan = expected.f_isnan()?;
@@ -34,6 +35,7 @@ pub fn difference(found: &Tensor, expected: &Tensor) -> Result<Option<String>> {
             return Ok(Some(format!("differs in {:.0} % of its numbers", 100.0 * share)));
         }
     }
+    // `beyond` is each number's error divided by its tolerance; infinities and NaN that agree have no error.
     let apart = found.f_sub(&expected)?.f_abs()?.f_masked_fill(&are_equal, 0.0)?;
     let size = expected.f_abs()?.f_nan_to_num(0.0, 0.0, 0.0)?;
     let largest = size.f_amax([-1].as_slice(), true)?;

@@ -22,6 +22,7 @@ pub fn counted(size: &[i64], device: tch::Device) -> Result<Tensor> {
 /// Returns the first columns only. Their number has the same remainder modulo [`WIDE`] as before: kernels use the
 /// remainder to choose how many numbers they read at once.
 pub fn few_columns(argument: &Argument, real: &Tensor) -> Result<Tensor> {
+    // A vector of any shape, such as PowerNorm's (1, d, 1, 1), is flattened first.
     let real = if argument.sizes == "=d" { real.f_reshape([-1].as_slice())? } else { real.f_view_as(real)? };
     let columns = real.size().last().copied().unwrap_or(1);
     Ok(real.f_narrow(-1, 0, columns.min(WIDE + columns % WIDE))?.f_contiguous()?)
@@ -35,6 +36,7 @@ pub fn is_kept(backward: &Operator, argument: &Argument) -> bool {
 /// Returns a number of rows above the number that the device's blocks process at once, but so small that f64 copies
 /// fit.
 pub fn rows(leader: &Tensor, device: Device) -> i64 {
+    // A block processes at most four rows at once (`Layout::of`). The rows need two rounds and a part of a third.
     let at_once = 4 * Layout::most_blocks(cuda::multiprocessors(device).unwrap_or(1));
     let most = (1 << 24) / leader.size().last().copied().unwrap_or(1).max(1);
     i64::from(2 * at_once + 3).min(most.max(LEAST))
@@ -98,10 +100,12 @@ impl Maker {
     }
 
     /// Creates the tensors of a backward operator by running its forward operator on test tensors, so that the kept
-    /// tensors fit together.
+    /// tensors (inputs and outputs of the same forward call) fit together. `all` are the values of the backward call.
     pub fn after(&self, forward: &Operator, backward: &Declared, all: &[Value]) -> Result<Tensors> {
         let declared = Declared::new(forward)?;
-        let like = all[backward.leader()?.1].required();
+        let (_, leader_place) = backward.leader()?;
+        let like = all[leader_place].required();
+        // The numbers of this seed (seed, update, micro-batch) are arbitrary.
         let seed = Tensor::f_from_slice(&[3i64, 1, 4])?.f_to_device(like.device())?;
         let dy = backward.place("dy").map(|place| all[place]).filter(|dy| !dy.is_none());
         // Some buffers are arguments of the forward operator only. A counter of 0 and a warm-up of 1 make this a first
@@ -115,6 +119,8 @@ impl Maker {
             let is_made = forward.outputs.iter().any(|output| output.name == formal.name);
             let known =
                 backward.place(formal.name).map(|place| all[place]).filter(|value| !is_made && !value.is_none());
+            // The forward call gets the backward call's values. For arguments that the backward operator lacks, tensors
+            // or numbers stand in.
             given.push(match (known, argument, formal.name) {
                 (Some(value), ..) => value,
                 (None, Some(argument), _) if argument.is & OPTIONAL == 0 => Value::from(&like),
@@ -123,6 +129,7 @@ impl Maker {
                     Value::from(if argument.dtype == DtypeRule::Int64 { &counter } else { &statistics })
                 }
                 (None, Some(_), _) => absent,
+                // y gets the type that dy has.
                 (None, None, "dtype") => {
                     dy.and_then(|dy| dy.tensor()).map_or(absent, |dy| scalar_type(dy.kind()).into())
                 }
@@ -138,6 +145,7 @@ impl Maker {
             let gradient_of = argument.name.strip_prefix('d').and_then(|name| declared.output(name));
             let address = all[*place].view.data.addr();
             made[*place] = Some(match (gradient_of, declared.output(argument.name)) {
+                // The gradient of output k is random, output k itself is kept, and other arguments are inputs.
                 (Some(k), _) => {
                     let drawn = self.random(&outputs[k].size(), *place + GRADIENTS, &real, address)?;
                     self.spoilt(drawn, f64::INFINITY)?
@@ -166,6 +174,8 @@ impl Maker {
         }
         let has_rows = argument.sizes.starts_with(['*', 'n']) || argument.sizes == "=n";
         let is_leader = argument.is & LEADER != 0;
+        // Numbers such as "=1", and tables with a fixed number of rows such as the statistics "6d", keep the call's
+        // values: random ones would make no sense. ("1|d" is a parameter.)
         if !has_rows && !argument.sizes.contains('d')
             || argument.sizes.starts_with(|c: char| c.is_ascii_digit() && c != '1')
         {
@@ -174,8 +184,10 @@ impl Maker {
             return aligned_as(&scale, real.kind(), address);
         }
         let drawn = self.random(&size, place, real, address)?.f_to_kind(Kind::Double)?;
+        // The first condition that holds decides.
         let drawn = match () {
             _ if is_leader && self.case == Case::Extreme => self.extreme(&drawn, real.kind())?,
+            // The columns get a mean far from 0.
             _ if is_leader && self.case == Case::Late => drawn.f_add_scalar(100.0)?,
             // The last rows of a slab lie far from its first rows, and slabs lie far from each other.
             _ if is_leader && self.case == Case::Long => {
@@ -186,8 +198,10 @@ impl Maker {
             }
             _ if is_leader && !self.is_backward => self.spoilt(drawn, f64::NAN)?,
             _ if is_leader => drawn,
+            // Buffers are above 0, because some are variances or mean squares.
             _ if is_written(argument) => drawn.f_abs()?.f_add_scalar(0.1)?,
             _ if has_rows => drawn,
+            // Parameters scatter around 1, the usual gain.
             _ => drawn.f_mul_scalar(0.5)?.f_add_scalar(1.0)?,
         };
         if is_leader && self.is_hidden {
@@ -215,20 +229,21 @@ impl Maker {
             Ok(x.f_select(0, row)?.f_select(-1, column)?.f_fill_(number)?)
         };
         if self.is_logits {
+            // In row 3, the first five classes have the probability 0.
             let _ = x.f_select(0, 3)?.f_slice(0, 0, None::<i64>, 5)?.f_fill_(f64::NEG_INFINITY)?;
         }
         if !self.is_dropped && x.dim() > 1 && x.size()[0] > 4 {
             let _ = put(4, -1, f64::NAN)?;
         }
         if self.has_corners {
-            // The row's largest number occurs twice (row 6), or once at either end (rows 7 and 8).
+            // The row's largest number occurs twice (row 6), or once at either end (rows 7 and 8). Row 9 has one 0.
             for (row, column, number) in [(6, 0, huge), (6, -1, -huge), (7, 0, huge), (8, -1, huge), (9, 0, 0.0)] {
                 let _ = put(row, column, number)?;
             }
             if !self.is_dropped {
                 let _ = put(3, 0, f64::NAN)?;
             }
-            // The lengths of these rows lie near ε.
+            // The lengths of these rows lie near ε: the length of a random row is about √columns.
             for (row, share) in [(5, 0.6), (10, 1.4)] {
                 let _ = x.f_select(0, row)?.f_mul_scalar_(share * self.eps / (x.size()[1] as f64).sqrt())?;
             }
@@ -247,6 +262,7 @@ impl Maker {
     /// Returns the size of a test tensor: the call's size, but with the proof's own number of rows.
     fn size(&self, sizes: &str, real: &Tensor) -> Vec<i64> {
         let size = real.size();
+        // The last `k` sizes of the call's tensor.
         let after = |k: usize| size[size.len().saturating_sub(k)..].iter().copied();
         match sizes {
             "=n" => vec![FLAT + real.numel() as i64 % 16],
@@ -255,18 +271,22 @@ impl Maker {
                     .chain(after(1))
                     .collect()
             }
+            // One dimension of rows replaces "*" or "n"; each further letter is a dimension that stays.
             _ if sizes.starts_with(['*', 'n']) => std::iter::once(self.rows).chain(after(sizes.len() - 1)).collect(),
             _ => size,
         }
     }
 
-    /// Returns nearly normally distributed numbers, without using torch's generators.
+    /// Returns nearly normally distributed numbers, without using torch's generators: each is the sum of four uniform
+    /// numbers, shifted to mean 0 and scaled to variance 1. A uniform number is the fraction of a large multiple of a
+    /// sine, a hash of its index and `salt`.
     fn random(&self, size: &[i64], salt: usize, like: &Tensor, address: usize) -> Result<Tensor> {
         let count: i64 = size.iter().product();
         let index = Tensor::f_arange(count, (Kind::Double, like.device()))?;
         let mut sum = Tensor::f_full([count].as_slice(), -2.0, (Kind::Double, like.device()))?;
         for term in 0..4 {
             let phase = (4 * salt + term) as f64;
+            // The constants are the usual ones of this hash.
             let wild = index.f_mul_scalar(12.9898 + phase)?.f_sin()?.f_mul_scalar(43758.5453 + phase)?;
             sum = sum.f_add(&wild.f_sub(&wild.f_floor()?)?)?;
         }
@@ -285,8 +305,8 @@ fn buffers(backward: &Declared, all: &[Value], like: &Tensor) -> Result<(Tensor,
 
 /// Repeats the rows of `real` up to the shape `size`.
 fn repeated(real: &Tensor, size: &[i64]) -> Result<Tensor> {
-    let row = &size[1..];
-    let all = real.f_reshape([&[-1], row].concat().as_slice())?;
+    let row_shape = &size[1..];
+    let all = real.f_reshape([&[-1], row_shape].concat().as_slice())?;
     let index = Tensor::f_arange(size[0], (Kind::Int64, real.device()))?.f_remainder(all.size()[0].max(1))?;
     Ok(all.f_index_select(0, &index)?)
 }

@@ -52,10 +52,12 @@ struct Sizes {
   // Returns true if t has the wanted sizes. A letter or "*" without a value yet takes the size that is found.
   bool match(const char* wanted, const Tensor& t) {
     if (*wanted == '=') return counts(wanted[1], t);
+    // "1|d" or "1|d#": a matrix is allowed only with "#", and one of its sides must be d.
     if (*wanted && wanted[1] == '|') {
       if (t.dim() == 2 && wanted[3] == '#') return is(wanted[2], t.sym_size(0)) || is(wanted[2], t.sym_size(1));
       return t.dim() <= 1 && (t.sym_numel() == 1 || counts(wanted[2], t));
     }
+    // First the leading dimensions that "*" stands for are compared, then each other one with its letter or digit.
     auto sizes = t.sym_sizes();
     if (*wanted == '*') {
       const size_t rest = std::strlen(++wanted);
@@ -82,6 +84,7 @@ struct Sizes {
 
   // Returns the wanted sizes in words: "hold 1 or 8 numbers", "have shape [3, 8]".
   std::string describe(const char* wanted) {
+    // A letter that has no value yet stays a letter.
     const auto number = [&](char c) { return is_digit(c) || !of(c) ? std::string(1, c) : c10::str(*of(c)); };
     if (*wanted == '=') return c10::str("hold ", number(wanted[1]), wanted[1] == '1' ? " number" : " numbers");
     if (*wanted && wanted[1] == '|')

@@ -15,6 +15,7 @@ inline bool is_transformed() {
 // Returns the CUDA device whose kernels run on this tensor, or -1 for the CPU's.
 inline int32_t kernel_device(const Tensor& t) {
   if (t.is_cuda()) return t.get_device();
+  // In tests, CPU tensors can stand in for those of device 0, except float64, for which there are no CUDA kernels.
   return t.is_cpu() && nfrs_cuda_stand_in() && t.scalar_type() != at::kDouble ? 0 : -1;
 }
 inline bool cuda_ready(int32_t device) {
@@ -35,7 +36,8 @@ inline bool has_kernel(const Op& op, const Tensor& x) {
 
 // ---- types and shapes ----
 
-// Returns the type in which kernels read the norm's parameters.
+// Returns the type in which kernels read the norm's parameters: the type in which the leader is computed; but on a GPU,
+// the parameters' own 16-bit type if all have the same.
 inline at::ScalarType parameter_type(const Op& op, Args args) {
   const Tensor& x = leader(op, args);
   const auto computed = computing(x.scalar_type());
@@ -55,7 +57,7 @@ inline at::ScalarType parameter_type(const Op& op, Args args) {
 inline at::ScalarType type_of(const Op& op, Args args, size_t k, bool working) {
   const Tensor& x = leader(op, args);
   const size_t i = op.made[k].place;
-  const Tensor& like = entry(op, args, i).defined() ? entry(op, args, i) : x;
+  const Tensor& like = entry(op, args, i).defined() ? entry(op, args, i) : x;  // the argument that the output is like
   switch (op.made[k].type) {
     case Type::COMPUTED: return computing(x.scalar_type());
     case Type::FLOAT32: return at::kFloat;
@@ -99,7 +101,7 @@ inline int32_t dtype_code(const Tensor& t) {
 inline View view(const Tensor& t) {
   const int64_t cols = t.dim() == 0 ? 1 : t.size(-1);
   const int64_t rows = cols == 0 ? 0 : t.numel() / cols;
-  const int64_t stride = t.dim() == 2 ? t.stride(0) : cols;
+  const int64_t stride = t.dim() == 2 ? t.stride(0) : cols;  // only a matrix's rows may lie apart (Reading::COLUMNS)
   return View{const_cast<void*>(t.const_data_ptr()), rows, cols, stride, dtype_code(t)};
 }
 
@@ -186,10 +188,12 @@ inline Tensor reading(const Op& op, Args args, size_t i, int32_t device) {
   const Tensor &t = entry(op, args, i), &x = leader(op, args);
   auto type = t.scalar_type();
   switch (op.table[i].reading) {
+    // A matrix whose rows are contiguous stays as it is; so does one of at most one column.
     case Reading::COLUMNS: return t.stride(1) == 1 || t.size(1) <= 1 ? Tensor() : t.contiguous();
     case Reading::SEED:
       if (device < 0) return t.is_cpu() && t.is_contiguous() ? Tensor() : t.cpu().contiguous();
       return t.device() == x.device() && t.is_contiguous() ? Tensor() : t.to(x.device()).contiguous();
+    // A working copy. On the CPU it is always a new tensor; `by_kernel` copies it back if it has changed.
     case Reading::STATE:
       if (at::isFloatingType(type)) type = device < 0 || type == at::kDouble ? at::kDouble : at::kFloat;
       return t.to(type, false, device < 0).contiguous();
@@ -212,6 +216,7 @@ inline Tensors by_kernel(const Op& op, Args args) {
   const int32_t device = kernel_device(x);
   Planned p(op, args, device);
   if (p.call.composed) return by_formula<DEVICE>(op, args);
+  // Without a rate `p`, the operator always reads its seed.
   const bool is_dropped = op.p < 0 || args[op.p].toDouble() != 0;
   // `read` keeps converted arguments alive while the kernel runs.
   Tensors read(op.table.size()), made(op.made.size());
@@ -241,6 +246,7 @@ inline Tensors by_kernel(const Op& op, Args args) {
     if (moved) t.copy_(read[i]);
     if ((moved || (op.table[i].is & WRITTEN)) && !t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
   }
+  // Kernels wrote some outputs in their working type.
   for (size_t k = 0; k < op.made.size(); ++k) {
     const auto type = type_of(op, args, k, false);
     if (made[k].scalar_type() != type) made[k] = made[k].to(type);
@@ -276,6 +282,7 @@ inline void by_examples(const Op& op, c10::DispatchKeySet, Stack* stack) {
   for (const auto& v : args)
     if (const auto* b = batched(v); b && b->level() > level) level = b->level(), count = b->value().size(b->bdim());
   TORCH_CHECK_VALUE(count > 0, op.name, ": vmap over no examples");
+  // Each example is taken from the tensors that this vmap batches. All other tensors go to every call unchanged.
   const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::FuncTorchBatched);
   std::vector<std::vector<Tensor>> made(op.made.size());
   for (int64_t i = 0; i < count; ++i) {

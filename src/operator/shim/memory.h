@@ -13,7 +13,7 @@ using at::Tensor;
 inline int64_t missing_bytes(const Tensor& t) {
   if (!t.has_storage() || t.is_meta() || t.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return 0;
   if (t.numel() == 0) return 0;
-  int64_t last = t.storage_offset();
+  int64_t last = t.storage_offset();  // the index of the tensor's last number in the storage
   for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
   return (last + 1) * static_cast<int64_t>(t.element_size()) - static_cast<int64_t>(t.storage().nbytes());
 }

@@ -16,6 +16,7 @@ inline Tensor like(const Tensor& gradient, const Tensor& t) {
   if (!t.defined()) return gradient;
   Tensor d = gradient.scalar_type() == t.scalar_type() ? gradient : gradient.to(t.scalar_type());
   if (d.sym_sizes() == t.sym_sizes()) return d;
+  // An output that was not computed has no elements (`allocate`).
   return d.dim() == 1 && d.sym_size(0) == 0 ? Tensor() : d.view_symint(t.sym_sizes());
 }
 
@@ -43,6 +44,7 @@ inline variable_list by_operator(const Op& op, const Kept& kept, const std::vect
     auto& d = result[b.results[k]];
     const Tensor& t = entry(op, kept.arguments, b.results[k]);
     d = like(stack[k].toTensor(), t);
+    // The plan has left this output out, because the first output is equal to it.
     if (!d.defined() && (b.made[k].is & SHARED)) d = like(stack[0].toTensor(), t);
   }
   return result;
@@ -68,10 +70,12 @@ inline void check_kept(const Op& op, const Kept& kept, const Tensor& gradient) {
 
 // Computes gradients that can be differentiated again, with Rust's formula for the gradient.
 inline variable_list by_rust(const Op& op, const Kept& kept, const std::vector<IValue>& gradients, uint64_t wanted) {
+  // `differentiate` has checked that at least one gradient is defined.
   const auto first = std::find_if(gradients.begin(), gradients.end(), [](const IValue& v) { return !v.isNone(); });
   check_kept(op, kept, first->toTensor());
   const Values arguments = all_shown(kept.arguments), outputs = all_shown(kept.outputs), given = all_shown(gradients);
   Call call{span(arguments), span(outputs), given.data(), 0, -1};
+  // The bits of `wanted` count the entries of the table, those of `call.wanted` all arguments.
   for (size_t i = 0; i < op.table.size(); ++i) call.wanted |= (wanted >> i & 1) << op.table[i].place;
   at::SmallVector<Tensor*, 20> out(op.n_args, nullptr);
   check_rust(nfrs_run(op.rust, GRADIENT, &call, out.data()));
@@ -90,6 +94,7 @@ inline variable_list differentiate(const Op& op, const std::vector<IValue>& plai
   for (size_t i = 0; i < tensors.size(); ++i)
     (op.saved[i].kind == Origin::OUTPUT ? kept.outputs : kept.arguments)[op.saved[i].index] = value(tensors[i]);
   std::vector<IValue> gradients(op.made.size());
+  // `k` counts the outputs, `i` those with a gradient.
   for (size_t k = 0, i = 0; k < op.made.size(); ++k)
     if (op.has_gradient[k]) gradients[k] = value(grads[i++]);
   return (at::GradMode::is_enabled() ? by_rust : by_operator)(op, kept, gradients, wanted);
@@ -138,6 +143,8 @@ struct Derivative : torch::autograd::Node {
   }
   variable_list apply_with_saved(const variable_list& grads, torch::autograd::SwapSavedVariables& swap) override {
     using namespace torch::dynamo::autograd;
+    // Between `before` and `after`, the saved variables are proxies of the graph's inputs. No gradients are computed
+    // here: the graph gets a call, which it makes whenever it runs.
     swap.before(saved);
     std::vector<IValue> packed;
     std::vector<at::TypePtr> types;
@@ -175,6 +182,7 @@ void record(const Op& op, const Below& below, Stack* stack) {
   for (size_t i = 0; i < edges.size(); ++i)
     if (const Tensor& t = entry(op, args, i); t.defined()) edges[i] = torch::autograd::impl::gradient_edge(t);
   node.set_next_edges(std::move(edges));
+  // Arguments are saved before `below` computes the outputs, outputs after it.
   node.saved.resize(op.saved.size());
   for (size_t i = 0; i < op.saved.size(); ++i)
     if (op.saved[i].kind == Origin::ARGUMENT) node.saved[i] = SavedVariable(tensor(args[op.saved[i].index]), false);

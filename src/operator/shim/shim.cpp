@@ -87,6 +87,7 @@ void define(torch::Library& m, Op& op) {
   impl(Key::CPU, boxed<by_kernel>);
   if (op.is & (ON_GPU | COMPOSED)) impl(Key::CUDA, boxed<by_kernel>);
   impl(Key::Meta, boxed<meta>);
+  // Kernels write to plain memory, which a negated or conjugated view is not.
   if (writes(op)) {
     impl(Key::Negative, by_plain);
     impl(Key::Conjugate, by_plain);
@@ -253,6 +254,7 @@ void* nfrs_generator(uint64_t seed) {
   return guarded([&] { return new at::Generator(at::detail::createCPUGenerator(seed)); });
 }
 void nfrs_free_generator(void* generator) noexcept { delete static_cast<at::Generator*>(generator); }
+// For normal numbers, `from` is the mean and `to` the standard deviation.
 bool nfrs_draw(void* generator, const Tensor* t, bool is_normal, double from, double to) {
   return done([&] {
     const auto& own = *static_cast<at::Generator*>(generator);
@@ -276,7 +278,8 @@ bool nfrs_gradients(Span<Value> roots, Span<Value> gradients, Span<Value> inputs
   return done([&] {
     const auto from = tensors(roots), given = tensors(gradients), to = tensors(inputs);
     if (to.empty()) return torch::autograd::backward(from, given);
-    const auto found = torch::autograd::grad(from, to, given, again, again, true);
+    const bool keeps_graph = again, allows_unused = true;
+    const auto found = torch::autograd::grad(from, to, given, keeps_graph, again, allows_unused);
     for (size_t i = 0; i < found.size(); ++i) made[i] = found[i].defined() ? give(found[i]) : nullptr;
   });
 }
