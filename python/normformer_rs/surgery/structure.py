@@ -553,10 +553,12 @@ class _Reader:
     def _without_adapters(self, path: str) -> str:
         """Returns the path of the layer that PEFT's adapter wraps if the linear layer at `path` is part of an adapter,
         else `path`."""
-        while type(self.block.get_submodule(path.rpartition(".")[0])).__module__.startswith("peft."):
-            path = path.rpartition(".")[0]
-        # PEFT keeps an adapter's layers in dictionaries within the module that wraps the original layer
-        return path if not isinstance(self.block.get_submodule(path), nn.ModuleDict) else path.rpartition(".")[0]
+        names = path.split(".")
+        for i in range(1, len(names)):
+            above = ".".join(names[:i])
+            if type(self.block.get_submodule(above)).__module__.startswith("peft."):
+                return above
+        return path
 
     def matrices(self, nodes: list[Node]) -> list[tuple[str, Owner]]:
         """Returns the linear layers that a branch calls, and the parameters of two or more dimensions that its
