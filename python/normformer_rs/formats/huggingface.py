@@ -68,9 +68,9 @@ class _Family:
             if field.name in _FREE:
                 continue
             value, allowed = getattr(config, field.name), self.options.get(field.name, (field.default,))
-            if field.name == "norm":
+            if field.name == "norm":  # the decoder's own norm, if it has one
                 value = config.decoder_norm or config.norm
-            if field.name == "kv_heads":
+            if field.name == "kv_heads":  # None means as many as heads
                 value = None if value == config.heads else value
             # The empty tuple in `options` means that any value is allowed.
             if value not in allowed and self.options.get(field.name) != ():
@@ -83,6 +83,7 @@ class _Family:
             state = change(config, {**state})
         words = state["embedding.weight" if config.tie_embeddings == "all" else "target_embedding.weight"]
         # This package scales embeddings when it reads them, so its output matrix is not scaled, even if it is tied.
+        # The scale is √d if only this package multiplies by √d, 1/√d if only the architecture does, otherwise 1.
         scale = config.d_model ** (0.5 * (config.scale_embeddings - self.scales_embeddings))
         yield self.names["embedding"] + ".weight", words * scale
         if not self.is_tied(config):
@@ -503,6 +504,7 @@ def to_huggingface(
         # start is a piece: these files have no byte order mark.
         texts = {path.name: read_regular(path).decode("utf-8") for path in paths}
     family = _family(config, origin)
+    # The ids outside the target vocabulary, without BOS and PAD, which are suppressed in any case.
     unseen = [i for i, known in enumerate(types or ()) if not known and i not in (_BOS, _PAD)]
     if texts:
         texts |= tokenizer_files(texts[_VOCABULARY], texts.get(_CODES), unseen, config.vocab_size)

@@ -93,7 +93,8 @@ class Trainer:
         Errors: InputError if the run needs more even when it recomputes activations; the message says which
         `max_tokens` would fit.
         """
-        fixed = activations = 0
+        fixed = activations = 0  # the memory that the latest attempt needs without activations, and for them
+        # The run is tried as it is, then with recomputation: False sorts before True.
         for checkpointing in sorted({self.training.activation_checkpointing, True}):
             training = self.training.replace(activation_checkpointing=checkpointing)
             trainer = Trainer(self.model, training, self.data)

@@ -158,6 +158,7 @@ def quiet(wanted: bool) -> Iterator[None]:
 def _runs(folder: Path, how: dict[str, Any]) -> "Runs":
     from .runs import Runs
 
+    # Inside `quiet` the level is higher, and there is no progress bar.
     progress = how["progress"] and logging.getLogger("normformer_rs").level < logging.WARNING
     return Runs(folder, **{**how, "progress": progress})
 
@@ -247,6 +248,7 @@ def _recompute(tables: Sequence[Results], data: Path) -> None:
                 continue
             lacking = missing({row.corpus for row in results.scale.rows}, data)
 
+            # The defaults bind the values of this turn of the loop.
             def references(row: Row, scale: Scale = results.scale, lacking: Container[str] = lacking) -> Any:
                 return None if row.corpus in lacking else runs.references(row, scale)
 
@@ -260,9 +262,9 @@ def _recompute(tables: Sequence[Results], data: Path) -> None:
                     print(f"  the translations were not scored again: {CORPORA[corpus].title} is not in {data}")
             if results.stale:
                 print(f"  rows that were measured with other options, and are not compared: {results.stale}")
-            made = {figure.name for figure in found if figure.name}
-            if made and (others := left_out(results, made)):
-                print(f"  not recomputed, since logs and weights are not kept: {', '.join(others)}")
+            recomputed = {figure.name for figure in found if figure.name}  # a figure without a name is a whole row
+            if recomputed and (not_recomputed := left_out(results, recomputed)):
+                print(f"  not recomputed, since logs and weights are not kept: {', '.join(not_recomputed)}")
     said = f"{counted['equal']} recomputed figures equal the stored ones, {counted['different']} differ"
     print(f"{said}, {counted['cannot']} rows or figures cannot be recomputed", flush=True)
     if counted["different"]:
@@ -272,6 +274,7 @@ def _recompute(tables: Sequence[Results], data: Path) -> None:
 def _words(figure: "Figure") -> str:
     name = ", ".join([_named(figure.row), *([figure.name] if figure.name else [])])
     if figure.state == "equal":
+        # sacreBLEU's line is shown without the signature before " = ".
         return f"equal: {name} {figure.stored.partition(' = ')[2] or figure.stored}"
     if figure.state == "cannot":
         return f"cannot be recomputed: {name}: {figure.made}"
