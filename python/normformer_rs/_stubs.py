@@ -155,7 +155,7 @@ def norms() -> str:
         lines += [f"    {buffer['name']}: torch.Tensor" for buffer in entry["buffers"]]
         lines += ["    def __init__("]
         given = [f"        {p},".replace("typing.", "") for p in composed.signature(entry).parameters.values()]
-        if entry["form"] == "columns":
+        if entry["form"] == "columns":  # elementwise_affine and what follows it are given by keyword
             given.insert(next(i for i, line in enumerate(given) if "elementwise_affine" in line), "        *,")
         lines += given
         parts.append("\n".join([*lines, "    ) -> None: ...", ""]))

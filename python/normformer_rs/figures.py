@@ -69,6 +69,7 @@ def bleu_by_depth(
         name = names[number] if names else f"{model['residual']}, {model['norm']}"
         points_by_name.setdefault(name, []).append((depth, float(np.nanmax(scores))))
     require("matplotlib", "the picture")
+    # For each name the points by rising depth, as a tuple of depths and a tuple of scores.
     drawn: dict[tuple[str, ...], Any] = {
         (name,): tuple(zip(*sorted(points))) for name, points in points_by_name.items()
     }

@@ -170,6 +170,7 @@ def _compare_counts(metric: Any, own: NDArray[Any], baseline: NDArray[Any], rows
     own_bleu, baseline_bleu = (_resampled(metric, statistics, all_lines)[0] for statistics in (own, baseline))
     resamples = len(rows)
     differences = own_resampled - baseline_resampled
+    # |dᵢ − m| ≥ |d| of `score`; differences that equal each other up to rounding count as equal.
     is_as_large = np.abs(differences - differences.mean()) >= abs(own_bleu - baseline_bleu) - 100 * _ROUNDING
     p_value = (1 + int(is_as_large.sum())) / (1 + resamples)
     return Comparison(float(own_bleu), float(baseline_bleu), p_value, resamples)

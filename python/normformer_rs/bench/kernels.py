@@ -43,7 +43,7 @@ def seconds(run: Callable[[], object], device: str, repeats: int = REPEATS) -> f
         run()
         after.record()
     torch.cuda.synchronize()
-    return statistics.median(before.elapsed_time(after) for before, after in events) / 1e3
+    return statistics.median(before.elapsed_time(after) for before, after in events) / 1e3  # from milliseconds
 
 
 def awaken(device: str, duration: float = 0.5) -> None:

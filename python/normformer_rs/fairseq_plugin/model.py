@@ -274,7 +274,7 @@ class Decoder(_Side, TransformerDecoderBase):
             return rows.unpack(self.run(x, lambda _: (own,))), _attention_output(None, None)
         memory_rows = Rows.of(padding)
         cross = Packed(rows, memory=memory_rows.pack(memory), memory_rows=memory_rows)
-        recording = Watched(cross)  # like `cross`, and keeps the attention weights
+        recording = Watched(cross)  # attends as `cross` does, and keeps the weights
 
         def sights(layer: int) -> tuple[Sight, ...]:
             return own, recording if layer == watched and not self.training else cross

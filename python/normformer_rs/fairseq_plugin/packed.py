@@ -41,7 +41,7 @@ class Rows:
         flat, lengths = padding.flatten(), (~padding).sum(1)
         if not is_profiling():
             return cls(padding.shape, (~flat).nonzero().squeeze(1), lengths)
-        index = flat.to(torch.uint8).argsort(stable=True)
+        index = flat.to(torch.uint8).argsort(stable=True)  # real tokens in their order, then padding
         return cls(padding.shape, index, lengths, flat[index])
 
     def pack(self, x: Tensor) -> Tensor:
@@ -72,6 +72,7 @@ class Rows:
             return ranges
         padding_rows = self.pad_mask.nonzero()
         padding_queries = torch.cat((padding_rows, torch.ones_like(padding_rows)), 1)
+        # A position in the flattened batch, divided by the batch's width, is the number of its sentence.
         sentences = self.index[padding_rows[:, 0]] // self.shape[1]
         padding_ranges = torch.cat((padding_queries, keys.spans()[sentences]), 1)
         return torch.cat((ranges, padding_ranges))

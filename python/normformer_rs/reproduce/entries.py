@@ -81,7 +81,7 @@ def _published(figures: Table, key: dict[str, str]) -> dict[str, str]:
     for name in key.values():  # the rows are nested tables, by the values of the first one or two columns
         if isinstance(row, dict):
             row = row.get(name, [""] * len(figures["columns"]))
-    only = figures.get("only", "").format_map(key)
+    only = figures.get("only", "").format_map(key)  # the one column that has a figure for this run; "" for all
     return {figures.get("heading", "{}").format(column): figure
             for column, figure in zip(figures["columns"], row) if only in ("", column)}  # fmt: skip
 

@@ -154,9 +154,7 @@ def main_table(found: Outcome) -> tuple[list[str], list[list[str]]]:
     study, column = found.study, COLUMNS[found.study.metric]
     keys = [*found.arms[0].cell.key]
     difference = f"difference from {study.baseline} [95 % interval], p by Holm; least difference found in four of five"
-    tested = (
-        [difference] if study.seeds > 1 and len(study.arms) > 1 else []
-    )  # the heading of the tests, if there are any
+    tested = [difference] if study.seeds > 1 and len(study.arms) > 1 else []  # a column only if there are tests
     head = [*keys, f"{column.heading} [95 % interval]", "failed", "rate", "verdict", *tested, "sensitivity to the rate"]
     lines = []
     for arm in found.arms:

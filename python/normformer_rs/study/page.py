@@ -76,7 +76,7 @@ def sentence(found: Outcome, arm: Arm) -> str:
     name, base = arm.cell.name, study.baseline
     if not arm.values:
         return f"{name} has not been measured yet."
-    edge = ""
+    edge = ""  # a sentence that follows any of the results below
     if arm.edges:
         edge = f" {name} had a rate at the edge of the grid with {arm.edges} of {len(arm.values)} seeds: "
         edge += "a better one may lie beyond."
