@@ -168,7 +168,7 @@ def readings(
     if len(steps) != len(found):
         raise InputError(f"readings needs a step for each of the {len(found)} readings; got {len(steps)}")
     columns = [step_readings.layers(measure, role) for step_readings in found]
-    depth = 1 + max((layer for column in columns for layer in column), default=-1)
+    depth = 1 + max((layer for column in columns for layer in column), default=-1)  # 0 if nothing was read
     if not depth:
         of_layers = [reading for step_readings in found for reading in step_readings if reading.layer is not None]
         known = sorted({f"{reading.measure} of {reading.role}" for reading in of_layers})

@@ -171,7 +171,7 @@ def small(figures: Figures, device: str) -> None:
     }
     times = {}
     for name, call in calls.items():
-
+        # The default binds the call of this turn of the loop.
         def run(call: Callable[[], Tensor] = call) -> None:
             torch.autograd.grad(call(), (x, weight, bias), dy)
 

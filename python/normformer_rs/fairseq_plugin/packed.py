@@ -199,6 +199,7 @@ class Step:
     """The attention weights (B, heads, 1, S), which `attend` sets."""
 
     def attend(self, attention: RowAttention, query: Tensor, kept: KeptTensors) -> Tensor:
+        # unsqueeze(-2) adds the dimension of time, which has the newest token alone.
         if self.memory is None:
             q, k, v = attention.project(query.unsqueeze(-2), "qkv", kept)
             k, v, padding = self._append("key", k), self._append("value", v), self._append("padding", self.padding)

@@ -171,6 +171,7 @@ def _gates_among_queries(config: TransformerConfig, state: dict[str, Tensor]) ->
     for name in [name for name in state if name.endswith("gate_proj.weight")]:
         stacked = name.replace("gate_proj.", "in_proj_")
         queries, rest = state[stacked].split([config.d_model, 2 * _key_width(config)])
+        # The rows of queries and of gates, by head: (heads, d_head, d) each.
         heads = [rows.unflatten(0, (config.heads, -1)) for rows in (queries, state.pop(name))]
         state[stacked] = torch.cat([torch.cat(heads, 1).flatten(0, 1), rest])
     return state

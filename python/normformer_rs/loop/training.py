@@ -254,6 +254,7 @@ class _Observer(_Silent):
         if self._tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
+            # From `purge_step` on TensorBoard drops older events, because a resumed run repeats their updates.
             self._writer = SummaryWriter(str(self._output / TENSORBOARD), purge_step=event["update"] + 1)
         self._show("started", event)
         self._call("started", event)

@@ -54,6 +54,7 @@ def plan(entry: Reproduction, scale: str, data: Path, seeds: int | None = None) 
     found = entry.scales[scale]
     seeds = found.seeds if seeds is None else seeds
     corpora = list(dict.fromkeys(row.corpus for row in found.rows))
+    # The options that all rows share are listed once.
     shared = {name: value for name, value in found.rows[0].options.items()
               if all(row.options.get(name) == value for row in found.rows)}  # fmt: skip
     lines = [

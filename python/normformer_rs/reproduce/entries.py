@@ -122,6 +122,8 @@ def made(name: str, entry: Table) -> Reproduction:
     """Returns the reproduction that a table of entries.toml declares. Errors: InputError for an unknown field."""
     entry = _like(entry, _FILE)
     shared = {field: value for field, value in entry.items() if field not in SCALES}
+    # Each scale has the entry's fields, overridden by those of the scale for all entries, then by the entry's for it.
+    # Only scale check needs no table in the entry.
     scales = {
         scale: _scale(_merged(shared, _SCALES.get(scale, {}), _like(entry.get(scale, {}), _SCALES)))
         for scale in SCALES

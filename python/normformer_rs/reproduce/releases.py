@@ -202,6 +202,7 @@ class _Parts:
                         first.write(f"{source}\n")
                         second.write(f"{target}\n")
 
+            # While the training pairs are written, the generator writes the validation pairs.
             _write_pairs(self._both("train"), training_pairs())
 
     def cut(self, operations: int, workers: int, most: int | None) -> None:

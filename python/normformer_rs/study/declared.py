@@ -256,7 +256,7 @@ class Study:
             if "evaluate_every" not in {**shared, **cell.options}:
                 options["evaluate_every"] = max(1, updates // 4)  # four evaluations of each run
             if "prores_steps" not in {**shared, **cell.options}:
-                options["prores_steps"] /= _count(options, "decoder_layers")
+                options["prores_steps"] /= _count(options, "decoder_layers")  # `_CLOCKS` has the share of all layers
             options = {name: _duration(name, value, updates) for name, value in options.items()}
             options = _needed(options)
             options["init"] = options.get("init") or _own_start(options.get("residual"))
@@ -276,7 +276,7 @@ class Study:
         if self.flop is not None:
             from ..reproduce.runs import parameters_of
 
-            # Durations are still shares of the run here, and no model's size depends on them.
+            # Durations may still be shares of the run here, and no model's size depends on them.
             names = {field.name for kind in (TransformerConfig, DataConfig) for field in kind.FIELDS} - {*_CLOCKS}
             sizes = {name: value for name, value in options.items() if name in names}
             return max(1, math.ceil(self.flop / (6 * parameters_of(sizes, *self.corpus, Path(self.data)) * batch)))
