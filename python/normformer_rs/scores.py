@@ -110,6 +110,7 @@ def score(
     # `force` prevents the warning that the text looks tokenised, because `tokenize` says what it is.
     metric = metrics.BLEU(tokenize=tokenize, lowercase=lowercase, force=True, references=[list(references)])
     found = metric.corpus_score(list(hypotheses), None)
+    # The end is added only if compounds are split: a text times False is "".
     signature = metric.get_signature().format() + "|compounds:split" * split_compounds
     return Scores(
         bleu=found.score,

@@ -83,6 +83,7 @@ class Live:
             self._is_over[place] = True
         else:
             self._waiting[place] += new
+        # Shows what waits of the first unfinished text. If that is over now, the turn passes to the text after it.
         shown = ""
         while self._turn < len(self._waiting):
             shown += self._waiting[self._turn]

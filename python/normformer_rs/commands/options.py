@@ -108,6 +108,7 @@ class Parser(argparse.ArgumentParser):
         end = next((i for i, word in enumerate(args) if word == "--"), len(args))
         if self._takes_command:
             end = next((i for i, word in enumerate(args) if not word.startswith("-")), len(args))
+        # `prog` ends with the command's name.
         aliases = fairseq_words.SAME.get(self.prog.rpartition(" ")[2], {})
         for i, word in enumerate(args[:end]):
             name, equals, value = word.partition("=")

@@ -167,7 +167,7 @@ class _Side(Stack):
                 return checkpoint(layer, x, *sights(numbers[layer]), use_reentrant=False, **travelling)
             return layer(x, *sights(numbers[layer]), **travelling)
 
-        return self._run(x, call, sights(0)[0].pad_mask)
+        return self._run(x, call, sights(0)[0].pad_mask)  # the rows of padding are the same in all layers
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> dict[str, Tensor]:
         """Replaces fairseq's method, which expects the names of fairseq's own layers; here the model renames them. A

@@ -352,6 +352,7 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
     saved = read_checkpoint(path, trust)
     flags, task = flags_of(saved, path)
     refuse_code(own_flags(flags), path, trust)
+    # fairseq's data may be several folders, joined by colons; it reads the dictionary of the first.
     dictionary = _dictionary(Path(data or str(task.get("data") or ".").split(":")[0]), task)
     try:
         complete_flags = complete(flags)

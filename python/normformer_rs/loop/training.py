@@ -112,7 +112,7 @@ class Trainer:
                 f"{problem}; parameters, gradients and moments alone are {size(fixed)}: take a smaller model"
             )
         # The activations' memory is taken as proportional to max_tokens.
-        fits = int(self.training.max_tokens * (memory - fixed) / activations)
+        fits = int(self.training.max_tokens * (memory - fixed) / activations)  # `fixed` does not depend on max_tokens
         raise InputError(
             f"{problem}: max_tokens of about {fits} would fit; accumulate makes an update of several such batches"
         )

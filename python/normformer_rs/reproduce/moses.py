@@ -21,7 +21,7 @@ Work = Callable[[list[str]], list[str]]
 def segments(lines: Iterable[str]) -> Iterator[str]:
     """Yields the sentences of a test set, from the lines of its SGML or XML file."""
     for line in lines:
-        if "<seg id" in line:
+        if "<seg id" in line:  # the apostrophe is replaced as in fairseq's scripts
             yield _END.sub("", _SEGMENT.sub("", line)).replace("’", "'")
 
 

@@ -26,6 +26,7 @@ class Raw:
     def __init__(self, folder: Path, but: Path | None = None):
         self.folder = folder
         paths = sorted(Path(at, name) for at, _, names in os.walk(folder) for name in names)
+        # Only a `but` inside the folder has files to leave out.
         if but is not None and folder.resolve() in but.resolve().parents:
             paths = [path for path in paths if but.resolve() not in path.resolve().parents]
         self._paths = paths

@@ -266,9 +266,9 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[object]], *, aligned:
     if len(cells) == 1:
         return ""
     widths = [max(map(len, column)) if aligned else 0 for column in zip(*cells)]
-    made = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in cells]
+    rows = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in cells]
     rule = "|".join("-" * (width + 2) if aligned else "---" for width in widths)
-    return "\n".join([made[0], f"|{rule}|", *made[1:], ""])
+    return "\n".join([rows[0], f"|{rule}|", *rows[1:], ""])
 
 
 def _escaped(cell: str) -> str:

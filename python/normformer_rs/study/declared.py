@@ -116,7 +116,7 @@ class Study:
     data: str | PathLike[str] = "data"
 
     def __post_init__(self) -> None:
-        def put(name: str, value: Any) -> None:
+        def put(name: str, value: Any) -> None:  # sets an attribute of the frozen dataclass
             object.__setattr__(self, name, value)
 
         check_kinds(self)
