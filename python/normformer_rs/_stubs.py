@@ -155,7 +155,7 @@ def norms() -> str:
         lines += [f"    {buffer['name']}: torch.Tensor" for buffer in entry["buffers"]]
         lines += ["    def __init__("]
         given = [f"        {p},".replace("typing.", "") for p in composed.signature(entry).parameters.values()]
-        if entry["form"] == "columns":
+        if entry["form"] == "columns":  # elementwise_affine and what follows it are given by keyword
             given.insert(next(i for i, line in enumerate(given) if "elementwise_affine" in line), "        *,")
         lines += given
         parts.append("\n".join([*lines, "    ) -> None: ...", ""]))
@@ -263,6 +263,7 @@ def _choices(kinds: "list[type[Config]]") -> Iterator[str]:
     for choices, alias in _aliases(kinds).items():
         words = [json_string(choice) for choice in choices]
         line = f"{alias} = Literal[{', '.join(words)}]\n"
+        # A line has at most 120 characters and a newline.
         yield line if len(line) <= 121 else f"{alias} = Literal[\n" + "".join(f"    {w},\n" for w in words) + "]\n"
 
 
@@ -270,6 +271,7 @@ def _annotation(field: "Field", kinds: "list[type[Config]]") -> str:
     from . import config
 
     kind = _aliases(kinds)[field.choices] if field.choices else field.kind
+    # Options that accept an object of the user's own name its type, too.
     kind += {"schemes": " | Scheme", "norms": " | Norm | str"}.get(config.OWN.get(field.name, ""), "")
     return kind + " | str" * field.per_layer + " | None" * field.optional
 

@@ -71,7 +71,7 @@ class Field(NamedTuple):
         if self.kind == "int" and not isinstance(value, (int, str)) and hasattr(value, "__index__"):
             value = operator.index(value)  # an integer of numpy
         if self.kind == "float" and isinstance(value, numbers.Real) and not isinstance(value, (int, float)):
-            value = float(value)
+            value = float(value)  # a number of numpy, or a fraction
         if self.kind == "str" and isinstance(value, os.PathLike):
             value = os.fspath(value)
         if self.kind == "float" and value == "inf":
@@ -80,6 +80,7 @@ class Field(NamedTuple):
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             none = (" or none" if _speaks_flags else " or None") * self.optional
             raise InputError(f"{self.name} must be {_NOUNS[self.kind]}{none}; got {value!r}")
+        # The exponent of lpnorm may be ∞: that norm is the largest |x|.
         if self.kind == "float" and not math.isfinite(value) and self.name != "lpnorm_p":
             raise InputError(f"{self.name} must be a finite number; got {value}")
         if self.kind == "int" and not -(2**63) <= value < 2**63:
@@ -91,6 +92,7 @@ class Field(NamedTuple):
             raise InputError(f"{self.name} must lie between {least} and {most}; got {value}{otherwise}")
         if self.kind == "str":
             value = readable(self.name, value)
+        # Of `choice*layers,…,choice` only the choices are checked here.
         words = [part.partition("*")[0] for part in value.split(",")] if self.per_layer else [value]
         for word in words if self.choices else ():
             if word not in self.choices:
@@ -157,7 +159,9 @@ def closest(got: str, choices: Iterable[str]) -> str:
         quoted = " or ".join(f'"{name}"' for name in names)
         return f" (did you mean {quoted}?)"
     nearest = min(choices, key=lambda choice: _distance(plain(choice), plain(got)), default="")
-    is_close = _distance(plain(nearest), plain(got)) <= 1 + len(got) // 4  # the same limit as in Rust
+    is_close = (
+        _distance(plain(nearest), plain(got)) <= 1 + len(got) // 4
+    )  # a share of the letters; Rust has the same limit
     return f' (did you mean "{nearest}"?)' if nearest and is_close else ""
 
 
@@ -166,6 +170,7 @@ def _distance(a: str, b: str) -> int:
     row = list(range(len(b) + 1))  # the distances of a's first i letters to each beginning of b; i = 0 here
     for i, letter in enumerate(a, 1):
         diagonal, row[0] = row[0], i
+        # Before step j, row[:j] holds distances for i, row[j:] those for i − 1, and `diagonal` the old row[j − 1].
         for j, other in enumerate(b, 1):
             diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (letter != other))
     return row[-1]

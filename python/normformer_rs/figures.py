@@ -69,6 +69,7 @@ def bleu_by_depth(
         name = names[number] if names else f"{model['residual']}, {model['norm']}"
         points_by_name.setdefault(name, []).append((depth, float(np.nanmax(scores))))
     require("matplotlib", "the picture")
+    # For each name the points by rising depth, as a tuple of depths and a tuple of scores.
     drawn: dict[tuple[str, ...], Any] = {
         (name,): tuple(zip(*sorted(points))) for name, points in points_by_name.items()
     }
@@ -167,7 +168,7 @@ def readings(
     if len(steps) != len(found):
         raise InputError(f"readings needs a step for each of the {len(found)} readings; got {len(steps)}")
     columns = [step_readings.layers(measure, role) for step_readings in found]
-    depth = 1 + max((layer for column in columns for layer in column), default=-1)
+    depth = 1 + max((layer for column in columns for layer in column), default=-1)  # 0 if nothing was read
     if not depth:
         of_layers = [reading for step_readings in found for reading in step_readings if reading.layer is not None]
         known = sorted({f"{reading.measure} of {reading.role}" for reading in of_layers})

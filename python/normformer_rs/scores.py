@@ -110,6 +110,7 @@ def score(
     # `force` prevents the warning that the text looks tokenised, because `tokenize` says what it is.
     metric = metrics.BLEU(tokenize=tokenize, lowercase=lowercase, force=True, references=[list(references)])
     found = metric.corpus_score(list(hypotheses), None)
+    # The end is added only if compounds are split: a text times False is "".
     signature = metric.get_signature().format() + "|compounds:split" * split_compounds
     return Scores(
         bleu=found.score,
@@ -170,6 +171,7 @@ def _compare_counts(metric: Any, own: NDArray[Any], baseline: NDArray[Any], rows
     own_bleu, baseline_bleu = (_resampled(metric, statistics, all_lines)[0] for statistics in (own, baseline))
     resamples = len(rows)
     differences = own_resampled - baseline_resampled
+    # |dᵢ − m| ≥ |d| of `score`; differences that equal each other up to rounding count as equal.
     is_as_large = np.abs(differences - differences.mean()) >= abs(own_bleu - baseline_bleu) - 100 * _ROUNDING
     p_value = (1 + int(is_as_large.sum())) / (1 + resamples)
     return Comparison(float(own_bleu), float(baseline_bleu), p_value, resamples)

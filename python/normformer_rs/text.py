@@ -226,6 +226,7 @@ def check_writable(path: str) -> None:
         raise InputError(f"{path}: a folder; give the name of a file in it")
     if not target.parent.is_dir():
         raise InputError(f"{path}: there is no folder {target.parent}; make it, or choose another output")
+    # A device is written to itself; a file is replaced, for which its folder must be writable.
     if not os.access(target if target.exists() and not target.is_file() else target.parent, os.W_OK):
         raise InputError(f"{path}: {target.parent} is not writable; choose another output")
 
@@ -249,6 +250,7 @@ def hold_standard_files() -> None:
 
     Otherwise libtorch's messages would go into that file. `sys.stdin` and `sys.stdout` stay None, which the checks use.
     """
+    # A new descriptor is the lowest free number, so this loop fills the gaps among 0, 1 and 2.
     descriptor = os.open(os.devnull, os.O_RDWR)
     while descriptor <= 2:
         descriptor = os.open(os.devnull, os.O_RDWR)

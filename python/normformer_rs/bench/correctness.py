@@ -73,6 +73,7 @@ def sanitized(figures: Figures, folder: Path, device: str, tool: str) -> None:
         status = pytest(folder / SUITES[0], device, log, prefix, chosen, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         if "Device not supported" in log.read_text():
             raise RuntimeError("Device not supported")
+        # 9 is the exit code that the prefix asks for.
         outcomes = {0: "clean", 9: f"errors: see {log.name}"}
         figures.add(tool, "compute-sanitizer", outcomes.get(status, f"exit {status}: see {log.name}"), "")
 

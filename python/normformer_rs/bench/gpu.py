@@ -120,7 +120,7 @@ def apart(section: str, options: Options, limit: float) -> str:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)  # ends the child and all processes that it has started
             child.wait()
-    if status < 0:
+    if status < 0:  # the process died by the signal with that number
         return signal.Signals(-status).name
     return f"exit {status}: {log.read_text().splitlines()[-1][:200]}" if status else ""
 

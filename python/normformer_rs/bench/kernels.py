@@ -43,7 +43,7 @@ def seconds(run: Callable[[], object], device: str, repeats: int = REPEATS) -> f
         run()
         after.record()
     torch.cuda.synchronize()
-    return statistics.median(before.elapsed_time(after) for before, after in events) / 1e3
+    return statistics.median(before.elapsed_time(after) for before, after in events) / 1e3  # from milliseconds
 
 
 def awaken(device: str, duration: float = 0.5) -> None:
@@ -171,7 +171,7 @@ def small(figures: Figures, device: str) -> None:
     }
     times = {}
     for name, call in calls.items():
-
+        # The default binds the call of this turn of the loop.
         def run(call: Callable[[], Tensor] = call) -> None:
             torch.autograd.grad(call(), (x, weight, bias), dy)
 

@@ -156,6 +156,7 @@ class Reference(nn.Module):
                 d, shape["heads"], shape["encoder_layers"], shape["decoder_layers"], shape["d_ff"], shape["dropout"],
                 batch_first=True, norm_first=norm_first,
             )  # fmt: skip
+        # As in PLAIN, activations and attention weights have no dropout. Only the decoder's layers have multihead_attn.
         for layer in (*self.transformer.encoder.layers, *self.transformer.decoder.layers):
             layer.dropout.p = layer.self_attn.dropout = getattr(layer, "multihead_attn", layer.self_attn).dropout = 0.0
         self.drop = nn.Dropout(shape["dropout"])
@@ -180,16 +181,17 @@ def batches(device: str, count: int) -> list[tuple[Tensor, Tensor, Tensor, int]]
     chosen = sorted(sentences(count), key=len)
     found, start = list[tuple[Tensor, Tensor, Tensor, int]](), 0
     while start < len(chosen):
-        width = -(-(len(chosen[start]) + 1) // 8) * 8
+        width = -(-(len(chosen[start]) + 1) // 8) * 8  # the words and an end, rounded up to a multiple of 8
         group = [s for s in chosen[start : start + MAX_TOKENS // width] if len(s) < width]
         start += len(group)
-        if len(group) < MAX_TOKENS // width and found:
+        if len(group) < MAX_TOKENS // width and found:  # not full; left out, unless it would be the only batch
             continue
         rows = [[SPECIAL + word for word in s] for s in group]
 
         def padded(rows: list[list[int]], width: int = width) -> Tensor:
             return torch.tensor([row + [PAD] * (width - len(row)) for row in rows], device=device)
 
+        # 0 begins a sentence and 2 ends it; targets are the reversed sources.
         source, output = padded([[*row, 2] for row in rows]), padded([[*row[::-1], 2] for row in rows])
         found.append((source, padded([[0, *row[::-1]] for row in rows]), output, sum(len(row) + 1 for row in rows)))
     random.Random(2).shuffle(found)

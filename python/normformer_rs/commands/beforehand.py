@@ -36,6 +36,7 @@ def check_model(folder: str | PathLike[str], checkpoint: str = "best") -> None:
     names = sorted(path.name for path in checkpoints.iterdir()) if checkpoints.is_dir() else []
     if checkpoint in names or (checkpoint in _LINKS and names):
         return
+    # The names of checkpoints begin with "update-" and the update's number in eight digits.
     number = checkpoint.removeprefix("update-")
     if number.isdecimal() and any(name.startswith(f"update-{int(number):08}") for name in names):
         return

@@ -45,6 +45,7 @@ def _run(args: argparse.Namespace) -> None:
     prompts = args.prompt or text.read_lines(args.input, empty=True)
     from ..loop.generation import generate
 
+    # A text of several sentences has several lines, so an empty line separates it from the next one.
     live = Live(prompts, generation.samples, "" if generation.sentences == 1 else "\n")
     options = {"checkpoint": args.checkpoint, "precision": args.precision, "device": args.device}
     options |= {"on_text": live if args.output == text.STANDARD else None, "max_tokens": args.max_tokens}
@@ -82,6 +83,7 @@ class Live:
             self._is_over[place] = True
         else:
             self._waiting[place] += new
+        # Shows what waits of the first unfinished text. If that is over now, the turn passes to the text after it.
         shown = ""
         while self._turn < len(self._waiting):
             shown += self._waiting[self._turn]

@@ -56,12 +56,13 @@ class _Formatter(argparse.HelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         """Wraps each line as a paragraph; the lines of a list are indented after their first line."""
-        made = []
+        wrapped_lines = []
         for line in text.splitlines():
+            # A line that begins with "NAME: " is an entry of a list.
             first, others = ("  ", "      ") if re.match(r"[\w-]+: ", line) else ("", "")
             wrapped = textwrap.wrap(line, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
-            made += wrapped or [""]
-        return "\n".join(indent + line for line in made)
+            wrapped_lines += wrapped or [""]  # an empty line stays
+        return "\n".join(indent + line for line in wrapped_lines)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
@@ -107,6 +108,7 @@ class Parser(argparse.ArgumentParser):
         end = next((i for i, word in enumerate(args) if word == "--"), len(args))
         if self._takes_command:
             end = next((i for i, word in enumerate(args) if not word.startswith("-")), len(args))
+        # `prog` ends with the command's name.
         aliases = fairseq_words.SAME.get(self.prog.rpartition(" ")[2], {})
         for i, word in enumerate(args[:end]):
             name, equals, value = word.partition("=")
@@ -265,7 +267,7 @@ def _flat(content: dict[str, Any], path: str | Path, known: list[str], trust: bo
             raise InputError(f"{path}: {section} must be a table, [{section}]; got {table!r}")
         for key, value in table.items():
             name = key.replace("-", "_")
-            if not section and name in SECTIONS:
+            if not section and name in SECTIONS:  # a table, which has its own turn of the outer loop
                 continue
             if name not in known:
                 raise InputError(f'{path}: unknown option "{key}"{closest(name, known)}; {LISTED}')

@@ -90,7 +90,7 @@ def _run(args: argparse.Namespace) -> None:
         os.environ.setdefault("NORMFORMER_RS_ALLOCATOR", "return")
         keep_memory()  # because of `return` above, this makes the process return freed memory at once
         trainer = trainer.within(in_bytes(args.memory))
-    if args.dry_run or plan.output is None:
+    if args.dry_run or plan.output is None:  # above, only a dry run may lack an output
         needs = trainer.dry_run()
         trainer.warn(needs.parameters)
         print(f"parameters: {needs.parameters:,} ({size(needs.parameter_bytes)})")

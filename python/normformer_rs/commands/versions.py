@@ -21,6 +21,7 @@ def report() -> str:
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     set_here = [f"{name}={value}" for name, value in sorted(os.environ.items())
                 if name.startswith("NORMFORMER_RS_") or name in ("OMP_NUM_THREADS", "LD_PRELOAD")]  # fmt: skip
+    # BUILT_AGAINST reads "normformer_rs is built against torch VERSION;".
     lines = {
         PROG: f"{__version__}, {_core.BUILT_AGAINST.removesuffix(';').partition(' is ')[2]}",
         "Python": f"{platform.python_version()}, {sys.executable}",

@@ -56,7 +56,7 @@ def allow_dataclass_defaults() -> None:
     @functools.wraps(original)
     def get_field(cls: type, name: str, *rest: Any) -> Any:
         default = cls.__dict__.get(name)
-        if isinstance(default, dataclasses.Field):
+        if isinstance(default, dataclasses.Field):  # written as field(default=…)
             default = default.default
         kind = type(default)
         is_foreign = kind.__module__.partition(".")[0] in _FOREIGN and dataclasses.is_dataclass(kind)

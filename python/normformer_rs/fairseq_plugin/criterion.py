@@ -113,9 +113,13 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
         if mask is None:
             return None, 0
         # `_version` is torch's count of writes to the tensor.
-        if self._known is None or self._known[0] is not mask or self._known[1] != mask._version:
-            self._known = mask, mask._version, mask.bool(), int(mask.sum())
-        return self._known[2:]
+        if self._known is not None:
+            known_mask, version, flags, size = self._known
+            if known_mask is mask and version == mask._version:
+                return flags, size
+        flags, size = mask.bool(), int(mask.sum())
+        self._known = mask, mask._version, flags, size
+        return flags, size
 
 
 def _decoder(model: Any) -> Any:

@@ -38,7 +38,7 @@ def load_checkpoint(cfg: Any, trainer: Any, **options: Any) -> Any:
     mask = getattr(getattr(model, "decoder", None), "vocab_mask", None)
     if mask is not None:
         _settle_vocabulary(mask, trainer)
-    if not getattr(model, "is_profiled", True):
+    if not getattr(model, "is_profiled", True):  # a model without gains to profile has no such flag
         _check_profiling(model)
     return extra, epochs
 

@@ -98,6 +98,7 @@ class _Side(Stack):
     def build_layer(self, kind: type[Layer], cfg: Any) -> Layer:
         """Returns a new layer. `settle` sets its place in the stack later."""
         config = cfg.stacks[self.name]
+        # These options are left out of `options`, because they are passed below in another form, or not at all.
         passed_below = (*OWN, "positions", "encoder_layers", "decoder_layers")
         options = {key: value for key, value in config.asdict().items() if key not in passed_below}
         depths = {"decoder_layers": config.decoder_layers}
@@ -115,7 +116,7 @@ class _Side(Stack):
         """Adds the parts of the residual scheme that belong to the whole stack. It is called after fairseq's
         constructor."""
         config: TransformerConfig = cfg.stacks[self.name]
-        self.norm, self.place, self.end = None, None, ()
+        self.norm, self.place, self.end = None, None, ()  # `settle` sets them
         self.settle(config, self.name)
         assert self.place is not None
         declared = self.place.declared
@@ -136,7 +137,7 @@ class _Side(Stack):
         config = self.place.config
         for layer in self.layers.children():
             layer.draw()
-        is_shared = config.tie_embeddings == "all"
+        is_shared = config.tie_embeddings == "all"  # then the encoder draws the table of both sides
         if not getattr(self.cfg, self.name).embed_path and not (is_shared and self.name == "decoder"):
             table = {"encoder": "source_embedding", "decoder": "target_embedding"}[self.name]
             draw_table(self.embed_tokens.weight, "embedding" if is_shared else table, config)
@@ -166,7 +167,7 @@ class _Side(Stack):
                 return checkpoint(layer, x, *sights(numbers[layer]), use_reentrant=False, **travelling)
             return layer(x, *sights(numbers[layer]), **travelling)
 
-        return self._run(x, call, sights(0)[0].pad_mask)
+        return self._run(x, call, sights(0)[0].pad_mask)  # the rows of padding are the same in all layers
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> dict[str, Tensor]:
         """Replaces fairseq's method, which expects the names of fairseq's own layers; here the model renames them. A
@@ -273,7 +274,7 @@ class Decoder(_Side, TransformerDecoderBase):
             return rows.unpack(self.run(x, lambda _: (own,))), _attention_output(None, None)
         memory_rows = Rows.of(padding)
         cross = Packed(rows, memory=memory_rows.pack(memory), memory_rows=memory_rows)
-        recording = Watched(cross)
+        recording = Watched(cross)  # attends as `cross` does, and keeps the weights
 
         def sights(layer: int) -> tuple[Sight, ...]:
             return own, recording if layer == watched and not self.training else cross
@@ -285,6 +286,7 @@ class Decoder(_Side, TransformerDecoderBase):
         """Returns the packed tokens with BOS instead of the EOS with which fairseq begins a sentence. If a sentence
         begins with a language's tag, the tag stays."""
         starts, lengths = rows.spans().unbind(1)
+        # An empty sentence has no first token; its start is the next sentence's.
         is_first = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, starts[lengths > 0], True)
         return tokens.masked_fill(is_first & tokens.eq(self.dictionary.eos()), self.dictionary.bos())
 
@@ -298,6 +300,7 @@ class Decoder(_Side, TransformerDecoderBase):
         alignment_heads: int | None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """Does one step of decoding, and returns the outputs of `extract_features` for the newest token."""
+        # At the first step fairseq has no cache yet, and gets the one that the layers fill.
         cache = self.get_incremental_state(incremental_state, "kept") or {}
         self.set_incremental_state(incremental_state, "kept", cache)
         newest = tokens[:, -1:]
@@ -315,7 +318,7 @@ class Decoder(_Side, TransformerDecoderBase):
                 recorded.append(cross)
             return own, cross
 
-        if self.begins_with_bos and tokens.shape[1] == 1:
+        if self.begins_with_bos and tokens.shape[1] == 1:  # the newest token is the first
             newest = newest.masked_fill(newest.eq(self.dictionary.eos()), self.dictionary.bos())
         x = self.run(self.embed(newest[:, 0], positions, padding[:, 0]), sights)
         return x.unsqueeze(1), _attention_output(recorded[-1].weights if recorded else None, alignment_heads)

@@ -86,6 +86,7 @@ def _fairseq_fields(config: type, prefix: str = "") -> Iterator[tuple[str, Any, 
             continue
         default, kind = field.default, field.type
         is_reference = isinstance(default, str) and default.startswith("${model.")
+        # `complete` copies these sizes where they are missing, so they must have no default of their own.
         is_decoder_size = prefix + field.name in _FROM_DECODER or (prefix == "decoder_" and field.name in SIZES)
         if is_reference or is_decoder_size:
             default, kind = None, Optional[kind]  # noqa: UP045

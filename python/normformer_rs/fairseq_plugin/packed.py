@@ -41,7 +41,7 @@ class Rows:
         flat, lengths = padding.flatten(), (~padding).sum(1)
         if not is_profiling():
             return cls(padding.shape, (~flat).nonzero().squeeze(1), lengths)
-        index = flat.to(torch.uint8).argsort(stable=True)
+        index = flat.to(torch.uint8).argsort(stable=True)  # real tokens in their order, then padding
         return cls(padding.shape, index, lengths, flat[index])
 
     def pack(self, x: Tensor) -> Tensor:
@@ -72,6 +72,7 @@ class Rows:
             return ranges
         padding_rows = self.pad_mask.nonzero()
         padding_queries = torch.cat((padding_rows, torch.ones_like(padding_rows)), 1)
+        # A position in the flattened batch, divided by the batch's width, is the number of its sentence.
         sentences = self.index[padding_rows[:, 0]] // self.shape[1]
         padding_ranges = torch.cat((padding_queries, keys.spans()[sentences]), 1)
         return torch.cat((ranges, padding_ranges))
@@ -198,6 +199,7 @@ class Step:
     """The attention weights (B, heads, 1, S), which `attend` sets."""
 
     def attend(self, attention: RowAttention, query: Tensor, kept: KeptTensors) -> Tensor:
+        # unsqueeze(-2) adds the dimension of time, which has the newest token alone.
         if self.memory is None:
             q, k, v = attention.project(query.unsqueeze(-2), "qkv", kept)
             k, v, padding = self._append("key", k), self._append("value", v), self._append("padding", self.padding)

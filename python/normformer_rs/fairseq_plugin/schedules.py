@@ -55,6 +55,7 @@ class _Schedule(FairseqLRScheduler):
         options = {"lr": lr, "warmup_init_lr": _warmup_init_lr(cfg), **options}
         training = TrainingConfig(schedule=name, warmup=cfg.warmup_updates, **options)
         self.schedule, self.made = _core.Schedule(training.to_json(), width), 0
+        """The schedule of the training loop, and the number of updates made so far."""
         self.step_update(0)
 
     def step_update(self, num_updates: int) -> float:

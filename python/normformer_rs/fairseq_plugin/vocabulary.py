@@ -25,6 +25,7 @@ def target_types(task: Any, subset: str) -> Tensor:
     dictionary = task.target_dictionary
     seen = torch.zeros(len(dictionary), dtype=torch.bool)
     source, target = getattr(cfg, "source_lang", None), getattr(cfg, "target_lang", None)
+    # fairseq names the files of a pair of languages in either order.
     endings = [f".{pair}.{target}" for pair in (f"{source}-{target}", f"{target}-{source}")] if target else [""]
     for folder in split_paths(cfg.data):
         for path in _shards(Path(folder), subset, endings):

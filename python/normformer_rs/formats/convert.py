@@ -99,7 +99,7 @@ def configure(flags: argparse.Namespace, stack: str, vocab_size: int) -> Transfo
     """Returns this package's options for one stack ("encoder" or "decoder") of the model that the flags describe.
     Errors: InputError for options that do not fit."""
     named = vars(flags)
-    is_alone = "encoder_layers" not in named
+    is_alone = "encoder_layers" not in named  # a language model has no flags of an encoder
     widths = {named[name] for name in named if name in ("encoder_embed_dim", "decoder_input_dim", "decoder_output_dim")}
     if widths - {flags.decoder_embed_dim}:
         raise InputError(
@@ -110,7 +110,7 @@ def configure(flags: argparse.Namespace, stack: str, vocab_size: int) -> Transfo
     for field in TransformerConfig.FIELDS:
         if field.name in named and field.name not in FAIRSEQS:
             options[field.name] = named[field.name]
-        elif "no_" + field.name in named:
+        elif "no_" + field.name in named:  # an option that is on by default has a flag that turns it off
             options[field.name] = not named["no_" + field.name]
     options |= {"residual": _residual(flags, is_alone), "decoder_start": named.get("decoder_start", "eos")}
     ties: Any = "decoder" if getattr(flags, "share_decoder_input_output_embed", False) else "none"
@@ -151,6 +151,7 @@ def _residual(flags: argparse.Namespace, is_alone: bool) -> str:
 # The second part converts the names of parameters.
 
 _STOCK = re.compile(r"(?:^|\.)layers\.\d+\.fc1\.weight$")
+"""Matches a parameter that only fairseq's own archs have; the plug-in's archs call it linear1."""
 _LAYER = re.compile(r"^(encoder|decoder)\.layers\.(\d+)\.(.+)$")
 _NORMS = {
     "encoder": {"self_attn_layer_norm": "norm1", "final_layer_norm": "norm2"},
@@ -176,6 +177,7 @@ def from_fairseq_names(state: dict[str, Tensor]) -> None:
             stack, number, rest = in_layer.groups()
             value = state.pop(name)
             if not _NEVER_TRAINED.match(rest):
+                # Without attention to an encoder, a decoder's layers have the norms of an encoder's.
                 norms = _NORMS["encoder" if is_alone else stack]
                 state[f"{stack}.layers.{number}.{_rename(rest, norms)}"] = value
         elif name == "decoder.embed_out":  # the output projection's name until fairseq 0.9
@@ -216,6 +218,7 @@ _POSITIONS = {"encoder": "source_position_embedding", "decoder": "target_positio
 _FIRST_POSITION = 2
 """The row of the first position in fairseq's tables of positions; row 1 belongs to padding."""
 _FAIRSEQ_ONLY = re.compile(r"(^|\.)(version|_float_tensor|weights|is_profiled|vocab_mask)$")
+"""Matches buffers of fairseq's models that have no counterpart among this package's tensors."""
 
 
 def to_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
@@ -232,6 +235,7 @@ def to_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
     for side, table in _POSITIONS.items():
         if f"{side}.embed_positions.weight" in renamed:
             canonical[f"{table}.weight"] = renamed[f"{side}.embed_positions.weight"][_FIRST_POSITION:]
+    # Tables and output projection were copied above; layers keep all their tensors, the rest all but fairseq's buffers.
     for name, value in renamed.items():
         if ".layers." in name or not (_FAIRSEQ_ONLY.search(name) or ".embed_" in name or "output_projection" in name):
             canonical[name] = value
@@ -252,9 +256,10 @@ def from_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
         found["decoder.output_projection.bias"] = state["output_projection.bias"]
     found["version"] = torch.tensor(VERSION)
     for side in sides:
+        # fairseq takes a stack of a version below 3 for one without a last norm.
         found[f"{side}.version"] = torch.tensor([3.0])
         positions = state.get(f"{_POSITIONS[side]}.weight")
-        if positions is None:
+        if positions is None:  # sinusoids, for which fairseq saves this buffer alone
             found[f"{side}.embed_positions._float_tensor"] = torch.zeros(1)
         else:
             before = positions.new_zeros(_FIRST_POSITION, positions.shape[1])
@@ -320,8 +325,9 @@ def flags_of(saved: Mapping[str, Any], path: Path_) -> tuple[dict[str, Any], dic
     """Returns the model's flags and the task's flags of a checkpoint. Errors: InputError if they are missing, or if the
     architecture is no Transformer of fairseq or of the plug-in."""
     cfg, args = saved.get("cfg"), saved.get("args")
-    found = [cfg.get("model"), cfg.get("task")] if isinstance(cfg, Mapping) else [args, args]
-    model, task = (vars(part) if isinstance(part, argparse.Namespace) else part for part in found)
+    # Without cfg, args holds the flags of model and task together.
+    parts = [cfg.get("model"), cfg.get("task")] if isinstance(cfg, Mapping) else [args, args]
+    model, task = (vars(part) if isinstance(part, argparse.Namespace) else part for part in parts)
     if not isinstance(model, dict) or not isinstance(task, dict):
         raise InputError(f"{path}: not a checkpoint of fairseq: expected cfg, with model and task, or args")
     arch = model.get("_name") or model.get("arch") or ""
@@ -346,10 +352,11 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
     saved = read_checkpoint(path, trust)
     flags, task = flags_of(saved, path)
     refuse_code(own_flags(flags), path, trust)
+    # fairseq's data may be several folders, joined by colons; it reads the dictionary of the first.
     dictionary = _dictionary(Path(data or str(task.get("data") or ".").split(":")[0]), task)
     try:
         complete_flags = complete(flags)
-        config = configure(complete_flags, "decoder", 0)
+        config = configure(complete_flags, "decoder", 0)  # save_model takes vocab_size from the dictionary
         encoder = config if config.architecture == "decoder-only" else configure(complete_flags, "encoder", 0)
     except InputError:
         raise
@@ -432,6 +439,7 @@ def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> 
         raise InputError(
             f"{directory}: its positions are {config.positions}; fairseq has positions = fairseq or learned"
         )
+    # The plug-in's models have the defaults of these options, except of max_positions, which its flags set.
     for field in TransformerConfig.FIELDS:
         if (
             field.name in LANGUAGE_MODELS
@@ -446,6 +454,7 @@ def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> 
     flags = flags_from(config) | {"vocab_mask": types is not None}
     if types is not None:
         state["decoder.vocab_mask"] = torch.tensor(types, dtype=torch.uint8)
+    # fairseq reads these entries from every checkpoint, although this one has no state of an optimizer.
     history = {"optimizer_name": "adam", "criterion_name": "nfrs_label_smoothed_cross_entropy", "num_updates": 0}
     history |= {"lr_scheduler_state": {"best": None}}
     iterator = {"epoch": 1, "iterations_in_epoch": 0}
@@ -473,7 +482,7 @@ def flags_from(config: TransformerConfig) -> dict[str, Any]:
         side = {"encoder": "source", "decoder": "target"}[stack]
         flags |= {f"{stack}_learned_pos": True, f"max_{side}_positions": config.max_positions}
     for stack in stacks:
-        sizes = (config.d_model, config.d_ff, getattr(config, f"{stack}_layers"), config.heads)
+        sizes = (config.d_model, config.d_ff, getattr(config, f"{stack}_layers"), config.heads)  # as SIZES names them
         flags |= {f"{stack}_{key}": size for key, size in zip(SIZES, sizes)}
     for field in TransformerConfig.FIELDS:
         value = getattr(config, field.name)

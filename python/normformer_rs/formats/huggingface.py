@@ -68,9 +68,9 @@ class _Family:
             if field.name in _FREE:
                 continue
             value, allowed = getattr(config, field.name), self.options.get(field.name, (field.default,))
-            if field.name == "norm":
+            if field.name == "norm":  # the decoder's own norm, if it has one
                 value = config.decoder_norm or config.norm
-            if field.name == "kv_heads":
+            if field.name == "kv_heads":  # None means as many as heads
                 value = None if value == config.heads else value
             # The empty tuple in `options` means that any value is allowed.
             if value not in allowed and self.options.get(field.name) != ():
@@ -83,6 +83,7 @@ class _Family:
             state = change(config, {**state})
         words = state["embedding.weight" if config.tie_embeddings == "all" else "target_embedding.weight"]
         # This package scales embeddings when it reads them, so its output matrix is not scaled, even if it is tied.
+        # The scale is √d if only this package multiplies by √d, 1/√d if only the architecture does, otherwise 1.
         scale = config.d_model ** (0.5 * (config.scale_embeddings - self.scales_embeddings))
         yield self.names["embedding"] + ".weight", words * scale
         if not self.is_tied(config):
@@ -170,6 +171,7 @@ def _gates_among_queries(config: TransformerConfig, state: dict[str, Tensor]) ->
     for name in [name for name in state if name.endswith("gate_proj.weight")]:
         stacked = name.replace("gate_proj.", "in_proj_")
         queries, rest = state[stacked].split([config.d_model, 2 * _key_width(config)])
+        # The rows of queries and of gates, by head: (heads, d_head, d) each.
         heads = [rows.unflatten(0, (config.heads, -1)) for rows in (queries, state.pop(name))]
         state[stacked] = torch.cat([torch.cat(heads, 1).flatten(0, 1), rest])
     return state
@@ -487,9 +489,9 @@ def to_huggingface(
 
     Errors: InputError for options that have no counterpart there, naming them, and for an existing `output`.
     """
-    types: list[bool] | None = None
-    texts: dict[str, str] = {}
-    context: int | None = None
+    types: list[bool] | None = None  # for each id, True if it is in the target vocabulary
+    texts: dict[str, str] = {}  # by the file's name
+    context: int | None = None  # the run's segment_length
     if isinstance(model, Transformer):
         config, state, origin = model.config, {k: v.detach() for k, v in model.state_dict().items()}, "the model"
     else:
@@ -503,6 +505,7 @@ def to_huggingface(
         # start is a piece: these files have no byte order mark.
         texts = {path.name: read_regular(path).decode("utf-8") for path in paths}
     family = _family(config, origin)
+    # The ids outside the target vocabulary, without BOS and PAD, which are suppressed in any case.
     unseen = [i for i, known in enumerate(types or ()) if not known and i not in (_BOS, _PAD)]
     if texts:
         texts |= tokenizer_files(texts[_VOCABULARY], texts.get(_CODES), unseen, config.vocab_size)

@@ -59,6 +59,7 @@ def read(
                 rows = _objects(file) if end in _JSON else csv.DictReader(file, strict=True, **_TABLES[end])
             elif end in RECORDS:
                 load = _optional.require("datasets", f"reading {end} files").load_dataset
+                # The reader has the ending's name without its dot; it puts the rows of a file in the split "train".
                 rows = iter(load(end[1:], data_files=source, split="train", streaming=True))
             elif Path(source).exists():
                 raise InputError(f"{source}: expected a file that ends in {', '.join(RECORDS)}, or a data set's name")
@@ -70,6 +71,7 @@ def read(
 
 def _objects(file: TextIO) -> Iterator[Any]:
     """Yields the values in a JSON file, which holds either one list or one value per line."""
+    # The first character that is no white space tells the two forms apart.
     first = file.read(1)
     while first.isspace():
         first = file.read(1)

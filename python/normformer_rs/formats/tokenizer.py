@@ -97,14 +97,15 @@ def _merged(codes: str) -> Iterator[dict[str, Any]]:
         raise InputError(
             f"bpe.codes has {len(merges):,} merges; a tokenizer applies them one by one, and takes {_MOST:,}"
         )
-    yield _replace(" +", "  ")
-    yield _replace(r"(?<![^\n])[\r ]+|[\r ]+(?![^\n])", "")
-    yield _replace(r"(?<=[^ \n])(?=[^ \n])", " ")
+    yield _replace(" +", "  ")  # two spaces between words
+    yield _replace(r"(?<![^\n])[\r ]+|[\r ]+(?![^\n])", "")  # no space at the start or end of a line
+    yield _replace(r"(?<=[^ \n])(?=[^ \n])", " ")  # one space between the characters of a word
+    # The mark of a word's end is a piece by itself in version 0.1, a part of the last character in 0.2.
     yield _replace(rf"(?<=[^ \n]){_AFTER_WORD}", f" {_WORD_END}" if version.endswith("0.1") else _WORD_END)
     for left, right in _passes(merges):
         yield _replace(f"{_AT_START}{re.escape(left)} {re.escape(right)}{_AT_END}", left + right)
     yield _replace(f" ?{_WORD_END}{_AFTER_WORD}", "")
-    yield _replace("(?<! ) (?! )", "@@ ")
+    yield _replace("(?<! ) (?! )", "@@ ")  # a single space lies within a word
 
 
 def _passes(merges: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
@@ -141,10 +142,11 @@ def _after_end_of_sentence() -> dict[str, Any]:
 def _joined() -> list[dict[str, Any]]:
     """Returns the decoder's steps that join pieces into text as `src/data/joiner.rs` does. An end of sentence becomes a
     newline."""
+    # Until Fuse each step sees one piece; the step after it sees the whole text.
     return [
         _replace(rf"\A(?:{_BOS}|{_PAD})\z", ""),
         _replace(rf"\A{_EOS}\z", "\n"),
-        _replace(r"(?<=[^\n])\z", " "),
+        _replace(r"(?<=[^\n])\z", " "),  # a space after each piece, which a piece within a word loses with its @@
         _replace("@@ ", ""),
         {"type": "Fuse"},
         _replace(r" (?=\n|\z)", ""),

@@ -23,7 +23,7 @@ def gain_values(model: nn.Module) -> dict[str, float]:
             values[f"gain/{name}"] = whole.detach().double().mean()
     for name, module in model.named_modules():
         if isinstance(module, Growing) and module.growth is not None:
-            path = f"alpha/{name}".rstrip("/")
+            path = f"alpha/{name}".rstrip("/")  # the model itself has the name ""
             if not module.growth.by_layer or module.place is None:
                 values[path] = module.alpha_now(module.growth)[0]
                 continue
@@ -31,6 +31,7 @@ def gain_values(model: nn.Module) -> dict[str, float]:
                 values[f"{path}.layers.{layer}"] = module.alpha_now(module.growth, layer)[0]
     if not values:
         return {}
+    # One tolist() of the stacked values waits for the device once, not once for each value.
     device = next(iter(values.values())).device
     return dict(zip(values, torch.stack([value.to(device) for value in values.values()]).tolist()))
 

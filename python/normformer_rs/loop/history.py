@@ -193,17 +193,17 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     Errors: FileNotFoundError; InputError for a folder, a device or a pipe.
     """
     events: list[dict[str, Any]] = []
-    number, damaged, first = 0, 0, 0
+    number, damaged, first_damaged = 0, 0, 0
     with open_regular(path) as log:
         for number, line in enumerate(_lines(log), 1):
             if (event := _event(line)) is not None:
                 events.append(event)
             else:
-                damaged, first = damaged + 1, first or number
+                damaged, first_damaged = damaged + 1, first_damaged or number
     if damaged:
         _logger.warning(
             "%s: %d of %d lines are damaged or incomplete, and left out; the first is line %d",
-            *(path, damaged, number, first),
+            *(path, damaged, number, first_damaged),
         )
     return events
 
@@ -329,7 +329,9 @@ def _layers(events: list[dict[str, Any]]) -> dict[str, NDArray[np.float64]]:
     logged = [layer_values(event) for event in events]
     names = {name for values in logged for name in values}
     cells, values_logged = len(names) * len(logged), sum(map(len, logged))
-    if cells > max(_CELLS, 64 * values_logged):  # a forged log may name a new layer in each line and fill the memory
+    # A forged log may name a new layer in each line and fill the memory. An honest one leaves few cells empty: far less
+    # than 63 of 64.
+    if cells > max(_CELLS, 64 * values_logged):
         _logger.warning("%d names of layers are too many for %d updates: no layers are read", len(names), len(logged))
         return {}
     return {name: np.array([values.get(name, math.nan) for values in logged]) for name in sorted(names, key=_natural)}

@@ -128,7 +128,9 @@ def param_groups(
     base_depth = _agreed("base_depth", base_depth, own.get("base_depth"))
     alpha = _agreed("depth_alpha", depth_alpha, own.get("depth_alpha"))
     _check(name, base_width, base_depth, alpha, lr=lr, weight_decay=weight_decay, eps=eps)
-    places = [*_places(model, name != "standard" or optimizer == "muon", width)]
+    # With standard and Adam all multipliers are 1, so blocks need not be found.
+    needs_blocks = name != "standard" or optimizer == "muon"
+    places = [*_places(model, needs_blocks, width)]
     m_d = 1.0 if base_width is None else _width(model, width) / base_width
     names = {id(p): path for path, p in model.named_parameters()}
     groups: dict[tuple[int, str, float, bool], dict[str, Any]] = {}
@@ -139,8 +141,10 @@ def param_groups(
         m_L = layers / base_depth if base_depth is not None and place.layers > 0 and is_scaled_by_depth else 1.0
         is_block_matrix = place.role == "hidden-matrix" and place.layers > 0 and place.parameter.dim() == 2
         uses_adam = optimizer == "adam" or not is_block_matrix
+        # The multipliers depend on these four values, so parameters that agree in them share a group.
         key = ROLES.index(place.role), sums_over, m_L, uses_adam
         if key not in groups:
+            # The measure of a step that the optimizer keeps at all widths: Adam's steps have entries of equal size.
             constant_measure = "entries" if uses_adam else step_size
             factors = _core.multipliers(name, place.role, m_d, m_L, alpha, sums_over, constant_measure)
             decay = weight_decay if place.role in MATRICES else 0.0
@@ -193,7 +197,8 @@ def _unit_groups(
     groups: dict[tuple[int, float, float], dict[str, Any]] = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            role, (lr_factor, decay_factor, eps_factor) = parts[name][0], multipliers[name]
+            role, _ = parts[name]
+            lr_factor, decay_factor, eps_factor = multipliers[name]
             # The decay is divided by lr, because torch multiplies it by the group's lr.
             decay = weight_decay / lr if role in MATRICES and lr else 0.0
             values = {"lr": lr * lr_factor, "weight_decay": decay * decay_factor, "eps": eps * eps_factor}
@@ -297,20 +302,21 @@ def _layers_of(blocks: dict[str, int], path: str) -> int:
 def _role(
     model: nn.Module, module: nn.Module, p: nn.Parameter, is_vector: bool, is_in_block: bool, width: int | None
 ) -> str:
+    """Returns a parameter's role, as the documentation of `param_groups` defines the roles."""
     if isinstance(module, nn.Embedding) and not is_vector:
         return "embedding"
     if is_in_block:
         return "hidden-vector" if is_vector else "hidden-matrix"
     if is_vector:
         return "end"
-    square = p.dim() == 2 and p.shape[0] == p.shape[1]
-    return "hidden-matrix" if square and p.shape[0] == _find_width(model, width) else "embedding"
+    is_square = p.dim() == 2 and p.shape[0] == p.shape[1]
+    return "hidden-matrix" if is_square and p.shape[0] == _find_width(model, width) else "embedding"
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[str, int]]:
     """Yields the path of every block and the number of blocks in its stack. A list inside a block, such as a list of
     experts, is no stack."""
-    outer: list[str] = []
+    outer: list[str] = []  # the blocks found so far; the loop meets a block before the lists inside it
     for path, module in model.named_modules():
         children = [*module.named_children()]
         is_list = isinstance(module, nn.ModuleList | nn.Sequential) and len({type(child) for _, child in children}) == 1

@@ -143,9 +143,10 @@ def _importer(frame: FrameType | None, outside: int) -> FrameType | None:
     """Returns the frame that runs the outermost import statement above `frame`, or None if there is none. The `outside`
     outermost frames do not count."""
     frames = _frames(frame)
-    inside = frames[: len(frames) - outside]
-    imports = [i for i, f in enumerate(inside) if f.f_code.co_filename.startswith("<frozen importlib._bootstrap")]
-    return inside[imports[-1] + 1] if imports and imports[-1] + 1 < len(inside) else None
+    block_frames = frames[: len(frames) - outside]
+    imports = [i for i, f in enumerate(block_frames) if f.f_code.co_filename.startswith("<frozen importlib._bootstrap")]
+    # The caller of importlib's outermost frame runs the import statement.
+    return block_frames[imports[-1] + 1] if imports and imports[-1] + 1 < len(block_frames) else None
 
 
 def _ask_after(frame: FrameType) -> None:

@@ -93,7 +93,8 @@ class Trainer:
         Errors: InputError if the run needs more even when it recomputes activations; the message says which
         `max_tokens` would fit.
         """
-        fixed = activations = 0
+        fixed = activations = 0  # the memory that the latest attempt needs without activations, and for them
+        # The run is tried as it is, then with recomputation: False sorts before True.
         for checkpointing in sorted({self.training.activation_checkpointing, True}):
             training = self.training.replace(activation_checkpointing=checkpointing)
             trainer = Trainer(self.model, training, self.data)
@@ -111,7 +112,7 @@ class Trainer:
                 f"{problem}; parameters, gradients and moments alone are {size(fixed)}: take a smaller model"
             )
         # The activations' memory is taken as proportional to max_tokens.
-        fits = int(self.training.max_tokens * (memory - fixed) / activations)
+        fits = int(self.training.max_tokens * (memory - fixed) / activations)  # `fixed` does not depend on max_tokens
         raise InputError(
             f"{problem}: max_tokens of about {fits} would fit; accumulate makes an update of several such batches"
         )
@@ -253,6 +254,7 @@ class _Observer(_Silent):
         if self._tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
+            # From `purge_step` on TensorBoard drops older events, because a resumed run repeats their updates.
             self._writer = SummaryWriter(str(self._output / TENSORBOARD), purge_step=event["update"] + 1)
         self._show("started", event)
         self._call("started", event)

@@ -187,7 +187,7 @@ def _rate(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
 
 
 def _from_zero(axis: Any, values: Sequence[Any]) -> None:
-    """Scales the y axis from 0 to a little above the largest number that is not NaN."""
+    """Scales the y axis from 0 to a little above the largest number that is not NaN, or to 1 if that is 0."""
     axis.set_ylim(0, 1.08 * max(float(np.nanmax(numbers, initial=0.0)) for numbers in values) or 1)
 
 
@@ -221,7 +221,8 @@ def _lines(axis: Any, runs: "Sequence[History]", names: Sequence[str], values: S
         runs_by_values.setdefault(numbers.tobytes(), []).append(index)
     ends = []
     for indices in runs_by_values.values():
-        first, colour = indices[0], COLOURS[indices[0]] if len(indices) == 1 else _LINE
+        first = indices[0]
+        colour = COLOURS[first] if len(indices) == 1 else _LINE  # a shared line has no run's colour
         axis.plot(runs[first].update, values[first], color=colour, linewidth=1.1, alpha=0.85)
         several = "all" if len(indices) == len(runs) else f"{len(indices)} runs"
         ends.append((_last(values[first]), names[first] if len(indices) == 1 else several, colour))
@@ -248,7 +249,7 @@ def name_ends(axis: Any, ends: Sequence[tuple[float, str, str]]) -> None:
     """Writes names beside the ends of lines; `ends` has (last value, name, colour) of each line. Names are moved apart
     if they would overlap."""
     low, high = axis.get_ylim()
-    axis.set_ylim(low, high)
+    axis.set_ylim(low, high)  # fixes the limits, so that the heights below stay true
     is_log = axis.get_yscale() == "log"
 
     def height(value: float) -> float:
@@ -281,6 +282,7 @@ def spread(heights: Sequence[float], gap: float = 0.062) -> list[float]:
     groups: list[list[float]] = []  # neighbours too close to each other; each group is centred on its mean
     for height in heights:
         groups.append([height])
+        # Merging moves the group, which may then be too close to the one before it.
         while len(groups) > 1 and _bottom(groups[-1], gap) - _top(groups[-2], gap) < gap:
             last = groups.pop()
             groups[-1] += last

@@ -108,6 +108,7 @@ def layers(series: Mapping[str, Series], title: str) -> Any:
     keys = list(dict.fromkeys(key for name, found in series.items() if name.startswith("cosine-")
                               for key in found))  # fmt: skip
     shades = dict(zip(keys, itertools.cycle(COLOURS)))
+    # The figure's rows of panels, from above: the series that each shows, and its label.
     for line, (what, label) in zip(axes, (("cosine", "cosine with the layer before"), ("active", "active units"))):
         for axis, stack in zip(line, stacks):
             for key, values in series.get(f"{what}-{stack}", {}).items():
@@ -211,7 +212,8 @@ def highlight(axis: Any, found: Series, chosen: Sequence[tuple[str, str, str]]) 
 def heading(figure: Any, title: str, names: Sequence[tuple[str, str]]) -> None:
     """Writes the title, and the legend of `names` and colours: to the right of the title, or below it if both do not
     fit in one line."""
-    widths = [0.105 * len(name) + 0.35 for name, _ in names]  # inches
+    # Widths in inches, estimated: of a letter of a name, of the dot and gap beside it, of a letter of the title.
+    widths = [0.105 * len(name) + 0.35 for name, _ in names]
     fits = 0.0925 * len(title) + sum(widths) - 0.35 < figure.get_figwidth()
     figure.suptitle(title if fits else f"{title}\n", fontsize=11, x=0.01, ha="left", weight="bold", color=INK)
     right, top = 0.995, 0.992 if fits else 0.992 - 0.2 / figure.get_figheight()

@@ -54,6 +54,7 @@ def plan(entry: Reproduction, scale: str, data: Path, seeds: int | None = None) 
     found = entry.scales[scale]
     seeds = found.seeds if seeds is None else seeds
     corpora = list(dict.fromkeys(row.corpus for row in found.rows))
+    # The options that all rows share are listed once.
     shared = {name: value for name, value in found.rows[0].options.items()
               if all(row.options.get(name) == value for row in found.rows)}  # fmt: skip
     lines = [
@@ -158,6 +159,7 @@ def quiet(wanted: bool) -> Iterator[None]:
 def _runs(folder: Path, how: dict[str, Any]) -> "Runs":
     from .runs import Runs
 
+    # Inside `quiet` the level is higher, and there is no progress bar.
     progress = how["progress"] and logging.getLogger("normformer_rs").level < logging.WARNING
     return Runs(folder, **{**how, "progress": progress})
 
@@ -247,6 +249,7 @@ def _recompute(tables: Sequence[Results], data: Path) -> None:
                 continue
             lacking = missing({row.corpus for row in results.scale.rows}, data)
 
+            # The defaults bind the values of this turn of the loop.
             def references(row: Row, scale: Scale = results.scale, lacking: Container[str] = lacking) -> Any:
                 return None if row.corpus in lacking else runs.references(row, scale)
 
@@ -260,9 +263,9 @@ def _recompute(tables: Sequence[Results], data: Path) -> None:
                     print(f"  the translations were not scored again: {CORPORA[corpus].title} is not in {data}")
             if results.stale:
                 print(f"  rows that were measured with other options, and are not compared: {results.stale}")
-            made = {figure.name for figure in found if figure.name}
-            if made and (others := left_out(results, made)):
-                print(f"  not recomputed, since logs and weights are not kept: {', '.join(others)}")
+            recomputed = {figure.name for figure in found if figure.name}  # a figure without a name is a whole row
+            if recomputed and (not_recomputed := left_out(results, recomputed)):
+                print(f"  not recomputed, since logs and weights are not kept: {', '.join(not_recomputed)}")
     said = f"{counted['equal']} recomputed figures equal the stored ones, {counted['different']} differ"
     print(f"{said}, {counted['cannot']} rows or figures cannot be recomputed", flush=True)
     if counted["different"]:
@@ -272,6 +275,7 @@ def _recompute(tables: Sequence[Results], data: Path) -> None:
 def _words(figure: "Figure") -> str:
     name = ", ".join([_named(figure.row), *([figure.name] if figure.name else [])])
     if figure.state == "equal":
+        # sacreBLEU's line is shown without the signature before " = ".
         return f"equal: {name} {figure.stored.partition(' = ')[2] or figure.stored}"
     if figure.state == "cannot":
         return f"cannot be recomputed: {name}: {figure.made}"

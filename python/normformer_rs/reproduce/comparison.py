@@ -61,6 +61,7 @@ def _row(residual: str, norm: str, init: str, lr: float, options: Options, corpu
 
 
 def _rows(rates: tuple[float, ...], options: Options, corpus: str) -> tuple[Row, ...]:
+    # Each is (scheme, norm, initialisation).
     chosen = [(*names, _EQUAL) for names in _NAMES]
     chosen += [(scheme, norm, _OWN[scheme]) for scheme, norm in _NAMES if _OWN[scheme] != _EQUAL]
     return tuple(

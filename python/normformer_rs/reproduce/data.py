@@ -53,8 +53,8 @@ def _run(args: argparse.Namespace) -> None:
     readers = [entry.name for entry in REPRODUCTIONS.values()
                if any(row.corpus in corpora for scale in entry.scales.values() for row in scale.rows)]  # fmt: skip
     again = f"normformer-rs reproduce NAME --scale paper --data {shlex.quote(str(data))} --dry-run"
-    readers = [f"{', '.join(readers)} ({again})"] if readers else [f'normformer-rs compare (text = "{args.name}")']
-    print(f"read by: {readers[0]}")
+    reader = f"{', '.join(readers)} ({again})" if readers else f'normformer-rs compare (text = "{args.name}")'
+    print(f"read by: {reader}")
     wrong = [f"{count.corpus} {count.part} has {count.lines:,} lines" for count in counts if not count.agrees]
     wrong += [f"{path} has another text than results were measured on" for path in altered]
     if wrong:

@@ -81,7 +81,7 @@ def _published(figures: Table, key: dict[str, str]) -> dict[str, str]:
     for name in key.values():  # the rows are nested tables, by the values of the first one or two columns
         if isinstance(row, dict):
             row = row.get(name, [""] * len(figures["columns"]))
-    only = figures.get("only", "").format_map(key)
+    only = figures.get("only", "").format_map(key)  # the one column that has a figure for this run; "" for all
     return {figures.get("heading", "{}").format(column): figure
             for column, figure in zip(figures["columns"], row) if only in ("", column)}  # fmt: skip
 
@@ -122,6 +122,8 @@ def made(name: str, entry: Table) -> Reproduction:
     """Returns the reproduction that a table of entries.toml declares. Errors: InputError for an unknown field."""
     entry = _like(entry, _FILE)
     shared = {field: value for field, value in entry.items() if field not in SCALES}
+    # Each scale has the entry's fields, overridden by those of the scale for all entries, then by the entry's for it.
+    # Only scale check needs no table in the entry.
     scales = {
         scale: _scale(_merged(shared, _SCALES.get(scale, {}), _like(entry.get(scale, {}), _SCALES)))
         for scale in SCALES

@@ -59,6 +59,7 @@ def digest_of(lines: Sequence[str]) -> str:
 def write(folder: Path, kept: Kept) -> str:
     """Writes the files of a row, each completely or not at all. Returns the object's digest."""
     folder.mkdir(parents=True, exist_ok=True)
+    # The object holds the digest of the translations, so its own digest, the files' name, fixes both files.
     translated = {"translations": digest_of(kept.translations)} if kept.translations else {}
     data = json.dumps({**kept.content, **translated}, ensure_ascii=False, separators=(",", ":")).encode()
     digest = _short(data)

@@ -197,7 +197,7 @@ def smoothed(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def _losses(run: Run, part: str, checkpoint: str) -> list[float]:
-    """Returns `_sums` of the first 1,000 pairs of a part."""
+    """Returns `_sums` of the first `_SCORED` pairs of a part, which are written to files for the measurement."""
     files = [run.output / f"{part}.{side}.scored.txt" for side in ("source", "target")]
     for file, side in zip(files, ("source", "target")):
         text.write_lines(str(file), text.read_lines(str(run.files[f"{part}_{side}"]))[:_SCORED])

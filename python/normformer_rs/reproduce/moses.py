@@ -21,7 +21,7 @@ Work = Callable[[list[str]], list[str]]
 def segments(lines: Iterable[str]) -> Iterator[str]:
     """Yields the sentences of a test set, from the lines of its SGML or XML file."""
     for line in lines:
-        if "<seg id" in line:
+        if "<seg id" in line:  # the apostrophe is replaced as in fairseq's scripts
             yield _END.sub("", _SEGMENT.sub("", line)).replace("’", "'")
 
 
@@ -106,10 +106,10 @@ def _tools(language: str):  # type: ignore[no-untyped-def]
 @cache
 def _unprinted() -> re.Pattern[str]:
     """Returns a pattern for the characters of Unicode's category "other" (C), like Perl's \\p{C}."""
-    ranges: list[list[int]] = []
+    ranges: list[list[int]] = []  # the first and the last code of each
     for code in range(sys.maxunicode + 1):
         if unicodedata.category(chr(code)).startswith("C"):
-            if ranges and ranges[-1][1] == code - 1:
+            if ranges and ranges[-1][1] == code - 1:  # the character follows the last range
                 ranges[-1][1] = code
             else:
                 ranges.append([code, code])

@@ -21,6 +21,7 @@ def draw(entry: Reproduction, scale: str, results: Results) -> Path | None:
     Errors: ImportError without matplotlib."""
     require("matplotlib", "the picture of a reproduction")
     shown = entry.scales[scale].shown
+    # Without any series "" is wanted, which no series is called, so nothing is drawn.
     wanted = _SERIES.get(shown.picture, [*results.series] or [""])
     if shown.picture not in _OF_TABLES and not {*wanted} <= results.series.keys():
         return None
@@ -101,7 +102,7 @@ def gradients(found: Series, title: str) -> Any:
     """Returns a figure with a panel for each scheme and in it a line for each learning rate. The lines of all other
     schemes are in the background, in grey."""
     schemes, rates = list(dict.fromkeys(scheme for scheme, _ in found)), rates_of(found)
-    columns = min(5, len(schemes)) if len(schemes) > 6 else 3
+    columns = min(5, len(schemes)) if len(schemes) > 6 else 3  # rows of 3 panels, or of 5 if there are many
     rows = math.ceil(len(schemes) / columns)
     figure = new_figure(2.35 * columns, 1.75 * rows + 0.9)
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
@@ -167,6 +168,7 @@ def _comparison(results: Results, title: str, value: str) -> Any:
             measured = number(found.get(column, ""))
             if measured is not None and math.isfinite(measured):
                 shade, is_common = colour(row.key["lr"], rates), row.key["init"] == common
+                # The filled dot lies a little above the name's line, the hollow one below.
                 place = heights[row.key["name"]] + (0.16 if is_common else -0.16)
                 if column == value and measured > edge:
                     axis.plot(edge, place, ">", color=shade, markersize=4, clip_on=False)

@@ -26,6 +26,7 @@ class Raw:
     def __init__(self, folder: Path, but: Path | None = None):
         self.folder = folder
         paths = sorted(Path(at, name) for at, _, names in os.walk(folder) for name in names)
+        # Only a `but` inside the folder has files to leave out.
         if but is not None and folder.resolve() in but.resolve().parents:
             paths = [path for path in paths if but.resolve() not in path.resolve().parents]
         self._paths = paths
@@ -75,7 +76,7 @@ def lines_of(path: Path) -> Iterator[str]:
 
 def _opened(path: Path) -> IO[bytes]:
     with path.open("rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
+        packed = file.read(2) == b"\x1f\x8b"  # the bytes with which every gzip file begins
     return gzip.open(path) if packed else path.open("rb")  # type: ignore[return-value]
 
 
@@ -202,6 +203,7 @@ class _Parts:
                         first.write(f"{source}\n")
                         second.write(f"{target}\n")
 
+            # While the training pairs are written, the generator writes the validation pairs.
             _write_pairs(self._both("train"), training_pairs())
 
     def cut(self, operations: int, workers: int, most: int | None) -> None:
@@ -248,12 +250,12 @@ def _statmt(folder: str, target: str, parts: tuple[str, ...], test: str, every: 
         languages = ("en", target)
         first, second = (moses.tokenized(text(language), language, workers, dashes=True, normalised=True)
                          for language in languages)  # fmt: skip
-        made = _Parts(into / folder, languages)
-        made.split(_pairs(first, second, "the training text"), every)
+        corpus = _Parts(into / folder, languages)
+        corpus.split(_pairs(first, second, "the training text"), every)
         for language in languages:
             lines = moses.tokenized(tested(language), language, workers, dashes=True)
-            _write(made.whole("test", language), lines)
-        made.cut(40_000, workers, 250)
+            _write(corpus.whole("test", language), lines)
+        corpus.cut(40_000, workers, 250)
 
     return make
 
@@ -308,6 +310,7 @@ def _append_pairs(
     try:
         for language, pairs in languages:
             for other, english in pairs:
+                # In the order of `paths`: source and target to English, then source and target from English.
                 lines = (f"<2en> {other}", english, f"<2{language}> {english}", other)
                 for file, line in zip(files, lines):
                     file.write(f"{line}\n")
@@ -322,6 +325,7 @@ def _make_multiun(raw: Raw, folder: Path, _: int) -> None:
     for language, pairs in _with_english(raw, "MultiUN.*", _UN_NAME):
         last: list[tuple[str, str]] = []
 
+        # The defaults bind the values of this turn of the loop.
         def training_pairs(pairs: Iterator[tuple[str, str]] = pairs, last: list[tuple[str, str]] = last) -> Iterator:
             """Yields all pairs but the last 8,000, which are left in `last`."""
             for pair in pairs:
@@ -329,6 +333,7 @@ def _make_multiun(raw: Raw, folder: Path, _: int) -> None:
                 if len(last) > 2 * _HELD_OUT:
                     yield last.pop(0)
 
+        # Writing the training part runs `training_pairs` to its end, so `last` is complete afterwards.
         _append_pairs(folder, "multiun", "train", [(language, training_pairs())])
         _append_pairs(folder, "multiun", "valid", [(language, last[:_HELD_OUT])])
         _append_pairs(folder, "multiun", "test", [(language, last[_HELD_OUT:])])
@@ -462,9 +467,10 @@ class Counted(NamedTuple):
         number = re.fullmatch(r"([\d,]+)(?:\.(\d+))?([kM]?)", self.paper)
         if number is None:
             return True
-        unit = {"": 1, "k": 1_000, "M": 1_000_000}[number[3]]
-        precision = unit / 10 ** len(number[2] or "")  # of the last printed digit, in lines
-        value = float(f"{number[1].replace(',', '')}.{number[2] or 0}") * unit
+        whole, decimals, suffix = number.groups()
+        unit = {"": 1, "k": 1_000, "M": 1_000_000}[suffix]
+        precision = unit / 10 ** len(decimals or "")  # of the last printed digit, in lines
+        value = float(f"{whole.replace(',', '')}.{decimals or 0}") * unit
         return abs(self.lines - value) <= precision / 2 if unit > 1 else self.lines == value
 
 
@@ -532,6 +538,8 @@ def _digest(path: Path) -> str:
 def _counted(name: str, corpus: Corpus, data: Path) -> Iterator[Counted]:
     for role, relative in corpus.files.items():
         part, _, side = role.partition("_")
-        if side == "source" or (path := found(data / relative)) is None:
+        if side == "source":  # it has as many lines as the target, which is counted
             continue
-        yield Counted(name, part, sum(1 for _ in lines_of(path)), corpus.lines.get(part, ""))
+        path = found(data / relative)
+        if path is not None:
+            yield Counted(name, part, sum(1 for _ in lines_of(path)), corpus.lines.get(part, ""))

@@ -155,5 +155,5 @@ def _p(results: Results, row: Row, kept: Kept) -> tuple[str, float]:
     if settings["resamples"] != RESAMPLES:
         raise InputError(f"expected {RESAMPLES} resamples, as every run has; got {settings['resamples']!r}")
     resamples, seed = settings["resamples"], settings["seed"]
-    comparison = score_counts(_counts(kept), _counts(theirs), resamples=resamples, seed=seed)[2]
+    _, _, comparison = score_counts(_counts(kept), _counts(theirs), resamples=resamples, seed=seed)
     return "", round(comparison.p_value, 4) if comparison is not None else 1.0

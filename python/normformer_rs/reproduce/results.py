@@ -123,6 +123,7 @@ class Results:
             self.rows = [line for line in self.rows
                          if not _is_of(line, row) or (row.version and line.get(RECIPE) != row.recipe)]  # fmt: skip
             self.rows.append({name: str(value) for name, value in new_line.items()})
+            # The scale's rows have their first seeds.
             is_first_seed = any((other.key, other.seed) == (row.key, row.seed) for other in self.scale.rows)
             for name, numbers in series.items() if is_first_seed else ():
                 self.series.setdefault(name, {})[tuple(row.key.values())] = numbers

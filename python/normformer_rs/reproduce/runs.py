@@ -222,14 +222,16 @@ class Course(NamedTuple):
     def of(nll: Any) -> "Course":
         window = min(_LAST, len(nll) // 3)
         if window < 1:
-            return Course(float(nll[-1]) if len(nll) else math.nan, math.nan, 1, 0.0 if len(nll) else math.nan, 0.0)
+            last, rise = (float(nll[-1]), 0.0) if len(nll) else (math.nan, math.nan)
+            return Course(last, fall=math.nan, window=1, rise=rise, error=0.0)
         means = np.convolve(nll, np.full(window, 1 / window), "valid")
         last, before = float(means[-1]), float(means[-1 - window])
         error = math.sqrt(float(np.mean(np.diff(nll) ** 2)) / window)
-        return Course(last, before - last, window, last - float(means.min()), error)
+        return Course(last, fall=before - last, window=window, rise=last - float(means.min()), error=error)
 
     def verdict(self, has_ended: bool, entropy: float, valid: float) -> str:
         """Returns the verdict by docs/spec.md §4.14. `has_ended`: False if the loss stopped being finite."""
+        # "not <", so that a rise of NaN counts as diverged, too.
         if not has_ended or not self.rise < max(0.05 * entropy, 2 * self.error):
             return "diverged"
         if valid <= 0.75 * entropy:

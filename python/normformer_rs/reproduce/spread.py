@@ -42,6 +42,7 @@ class Difference(NamedTuple):
     def least(self) -> float:
         """The smallest true difference that a test with as many seeds and this spread finds (p < 0.05) with a power of
         80 %."""
+        # The power of 80 % is one-sided: 80 % of T lie below the t with P(|T| ≤ t) = 0.6.
         return self._error * (quantile(0.95, self._freedom) + quantile(0.6, self._freedom))
 
     @property
@@ -56,8 +57,10 @@ class Difference(NamedTuple):
 def merged(values: Sequence[str]) -> "str | Spread":
     """Returns one value for the values that several seeds have in a column. Numbers become a Spread; if some seeds have
     none, a text with mean and count. Words become the common word, or each word with its count."""
-    if len(values) == 1 or not any(values):
-        return values[0] if values else ""
+    if not values:
+        return ""
+    if len(values) == 1 or not any(values):  # one seed, or no seed with a value
+        return values[0]
     numbers = [number for value in values if (number := _number(value)) is not None and math.isfinite(number)]
     if len(numbers) == len(values):
         return Spread(tuple(numbers))
@@ -82,7 +85,7 @@ def difference(differences: Sequence[float]) -> Difference | None:
     if len(differences) < 2:
         return None
     spread = Spread(tuple(differences))
-    if spread.sd == 0:
+    if spread.sd == 0:  # t would be 0/0 or infinite
         return Difference(spread, 1.0 if spread.mean == 0 else 0.0)
     t = spread.mean / (spread.sd / math.sqrt(len(differences)))
     return Difference(spread, 1 - within(t, len(differences) - 1))
@@ -92,6 +95,7 @@ def within(t: float, freedom: int) -> float:
     """Returns Student's P(|T| ≤ |t|), by its finite series (Abramowitz & Stegun 26.7.3, 26.7.4)."""
     angle = math.atan(abs(t) / math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
+    # `term` is the next term of the series. Odd numbers of degrees of freedom have 26.7.3, even ones 26.7.4.
     if freedom % 2:
         term, total = cosine, 0.0
         for k in range(1, freedom - 1, 2):
@@ -110,7 +114,7 @@ def quantile(share: float, freedom: int) -> float:
     low, high = 0.0, 1.0
     while within(high, freedom) < share:
         high *= 2
-    for _ in range(60):
+    for _ in range(60):  # more halvings than a float has binary digits, 53
         middle = (low + high) / 2
         low, high = (middle, high) if within(middle, freedom) < share else (low, middle)
     return high
@@ -121,6 +125,7 @@ def corrected(values: Sequence[float]) -> list[float]:
     several equal rows is called different is no larger than for a single row."""
     result, largest = [0.0] * len(values), 0.0
     for rank, i in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        # A corrected p is never below that of a smaller p, hence the largest so far.
         largest = max(largest, min(1.0, (len(values) - rank) * values[i]))
         result[i] = largest
     return result

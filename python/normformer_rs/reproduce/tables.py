@@ -98,6 +98,7 @@ def comparisons(results: Results, shown: Shown) -> dict[tuple[str, ...], Compare
         own, others = results.each_seed(row), results.each_seed(baseline)
         seeds = [seed for seed in own if seed in others]
         values = [(number(own[seed].get(name) or ""), number(others[seed].get(name) or "")) for seed in seeds]
+        # With one seed the row's column p holds the bootstrap's p; with several the t test below computes p.
         p = number(own[seeds[0]].get("p") or "") if results.seeds == 1 and seeds else None
         if (comparison := paired(values, COLUMNS[name], p)) is not None:
             compared[(*row.key.values(),)] = comparison
@@ -111,20 +112,23 @@ def paired(
     values for each seed, with None for a failed run; `p` is the bootstrap's p if there is only one seed."""
     differences = [own - other for own, other in values if own is not None and other is not None]
     if failed := len(values) - len(differences):
-        return Compared(False, 1.0, f"not compared: {failed} of {len(values)} pairs failed")
+        return Compared(is_better=False, p=1.0, words=f"not compared: {failed} of {len(values)} pairs failed")
     if (tested := difference(differences)) is not None:
         low, high = (f"{end:+{column.form}}" for end in tested.interval)
         mean, least = f"{tested.spread.mean:+{column.form}}", f"{tested.least:{column.form}}"
         words = f"{mean} [{low}, {high}], p = {{:.3f}}; least {least}"
-        return Compared((tested.spread.mean < 0) == column.falls, tested.p, words, tested)
+        is_better = (tested.spread.mean < 0) == column.falls  # in a column that falls, lower values are better
+        return Compared(is_better, tested.p, words, tested)
     if differences and p is not None:
-        return Compared((differences[0] < 0) == column.falls, p, "{:.3f}")
+        is_better = (differences[0] < 0) == column.falls
+        return Compared(is_better, p, "{:.3f}")
     return None
 
 
 def holm(compared: dict[Key, Compared]) -> dict[Key, Compared]:
     """Corrects the p-values of the comparisons, in place (Holm 1979), and returns the comparisons. Comparisons with
     failed runs have no test, so they do not count."""
+    # Only the text of a comparison with a test has a place for p, `{:.3f}`.
     tested = {key: comparison for key, comparison in compared.items() if "{" in comparison.words}
     p_values = corrected([comparison.p for comparison in tested.values()])
     for (key, comparison), p in zip(tested.items(), p_values):
@@ -153,10 +157,11 @@ def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
         rest = tuple(value for key, value in row.key.items() if key != shown.across)
         grouped.setdefault(rest, {})[row.key[shown.across]] = row, found
     keys = [key for key in measured[0][0].key if key != shown.across] if measured else []
-    lines, first = [], None
+    lines, first_mean = [], None
     for rest, cells_by_value in grouped.items():
         cells = [_cell(*cells_by_value[value], shown, compared) if value in cells_by_value else "" for value in values]
         if shown.across == "lr" and (best := _best(cells_by_value, shown)) is not None and len(cells_by_value) > 1:
+            # Beyond a rate at the edge of the grid a better one may lie, so the table marks it.
             is_edge = float(best) in (max(map(float, cells_by_value)), min(map(float, cells_by_value)))
             cells[values.index(best)] += " (edge)" if is_edge else ""
         paper: dict[str, str] = {}
@@ -165,10 +170,13 @@ def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
         if shown.mean:
             numbers = [number(found.get(shown.value, "")) for _, found in cells_by_value.values()]
             known = [value for value in numbers if value is not None]
-            mean = sum(known) / len(known) if len(known) == len(values) else None
-            first = mean if first is None else first
+            mean = sum(known) / len(known) if len(known) == len(values) else None  # only of lines without gaps
+            first_mean = mean if first_mean is None else first_mean
             form = COLUMNS[shown.value].form
-            cells += ["", ""] if mean is None or first is None else [f"{mean:{form}}", f"{mean - first:+{form}}"]
+            if mean is None or first_mean is None:
+                cells += ["", ""]
+            else:
+                cells += [f"{mean:{form}}", f"{mean - first_mean:+{form}}"]
         lines.append([*rest, *cells, *(paper.get(name, "") for name in papers)])
     mean_headings = ["mean", "Δ from the first row"] if shown.mean else []
     value_headings = [f"{_words(shown.across)} {value}" for value in values]
@@ -205,7 +213,7 @@ def baseline_of(scale: Scale, row: Row) -> Row | None:
     index = [other.key for other in same_text].index(row.key)
     if index == 0 and scale.shown.compared in COMPARED:
         return None
-    number = row.seed - same_text[index].seed
+    number = row.seed - same_text[index].seed  # of the row's seed, counted from its first seed
     if scale.shown.compared in COMPARED:
         return same_text[index - 1 if scale.shown.compared == "before" else 0].seeded(number)
     # `compared` is a value of the first key. The baseline has this value, and the row's values of all other keys.
@@ -258,9 +266,9 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[object]], *, aligned:
     if len(cells) == 1:
         return ""
     widths = [max(map(len, column)) if aligned else 0 for column in zip(*cells)]
-    made = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in cells]
+    rows = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in cells]
     rule = "|".join("-" * (width + 2) if aligned else "---" for width in widths)
-    return "\n".join([made[0], f"|{rule}|", *made[1:], ""])
+    return "\n".join([rows[0], f"|{rule}|", *rows[1:], ""])
 
 
 def _escaped(cell: str) -> str:
@@ -290,7 +298,7 @@ def section(entry: Reproduction, scale: str, results: Results, file: Path) -> st
     if picture.exists():
         path = Path(os.path.relpath(picture, file.parent)).as_posix()
         parts += [f"![{entry.title}]({path})", ""]
-    return "\n".join([*parts[:-1], "", end] if parts[-1] == "" else [*parts, end])
+    return "\n".join([*parts, end])
 
 
 def _seeds(results: Results) -> str:
@@ -305,12 +313,12 @@ def write_section(file: Path, entry: Reproduction, scale: str, results: Results)
     """
     whole = "\n".join(text.read_lines(str(file))) + "\n"
     begin, end = marks(entry, scale)
-    made = section(entry, scale, results, file)
+    new_section = section(entry, scale, results, file)
     if (begin in whole) != (end in whole) or whole.find(end) < whole.find(begin):
         raise InputError(f"{file}: expected the line {begin} and, after it, {end}; one is missing: write both, or none")
     if begin in whole:
         head, rest = whole.split(begin, 1)
-        whole = head + made + rest.split(end, 1)[1]
+        whole = head + new_section + rest.split(end, 1)[1]
     else:
-        whole = f"{whole.rstrip()}\n\n## {entry.title}\n\n{made}\n"
+        whole = f"{whole.rstrip()}\n\n## {entry.title}\n\n{new_section}\n"
     text.write_lines(str(file), whole.removesuffix("\n").split("\n"))

@@ -63,8 +63,8 @@ def pairs(english: Path, spanish: Path) -> Iterator[tuple[str, str, str]]:
 
 def _is_pair(source: str, target: str) -> bool:
     least, most = _WORDS
-    lengths = sorted((len(source), len(target)))
-    return all(least <= len(side.split()) <= most for side in (source, target)) and lengths[1] <= _RATIO * lengths[0]
+    shorter, longer = sorted((len(source), len(target)))
+    return all(least <= len(side.split()) <= most for side in (source, target)) and longer <= _RATIO * shorter
 
 
 def read(module: Path) -> Verses:
@@ -73,7 +73,7 @@ def read(module: Path) -> Verses:
     found: Verses = {}
     try:
         for testament in ("ot", "nt"):
-            chapter, number = "", 0
+            chapter, number = "", 0  # of the latest verse; without a chapter, slots are headings of a book
             for slot in _slots(folder / testament):
                 if begun := _CHAPTER.search(slot):
                     chapter, number = begun[1].decode(), 0

@@ -63,6 +63,7 @@ def check_values(study: "Study") -> None:
         raise InputError(f"lr must be one or several positive rates; got {[*study.lr]}")
     if len({f"{rate:g}" for rate in study.lr}) < len(study.lr):
         raise InputError(f"lr must be different rates; got {[*study.lr]}")
+    # Seed s has its rate chosen on seed s + TUNING, which must be no reported seed.
     if not _is_whole(study.seeds) or not 1 <= study.seeds < TUNING:
         raise InputError(f"seeds must be a number from 1 to {TUNING - 1}; got {study.seeds!r}")
     is_right = all(_is_whole(depth) and 1 <= depth <= 10_000 for depth in study.layers)

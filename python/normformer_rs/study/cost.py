@@ -43,13 +43,15 @@ def costs(study: Study, device: str) -> list[Cost]:
 
 def _cost(study: Study, cell: Cell, corpus: Corpus, files: Files, device: str) -> Cost:
     options = {**corpus.options, **study.row(cell, study.lr[0], 1).options}
+    # For each seed a run per rate chooses the rate, and one more run is reported.
     runs, updates = study.seeds * (len(study.lr) + 1), options["updates"]
     needs: DryRun = trainer_of(options, files, device).dry_run()
     few = {"updates": _UPDATES, "evaluate_every": _UPDATES, "warmup": _UPDATES}
     with tempfile.TemporaryDirectory() as output:
         short = trainer_of({**options, **few}, files, device)
         history: History = short.fit(output, progress=False, tensorboard=False, curves=False, overwrite=True)
-        # The last update is left out, because its time includes the evaluation.
+        # diff[i] is the time of update i + 2. The first _WARM updates are left out, and the last, whose time includes
+        # the evaluation.
         seconds = float(np.median(np.diff(history.seconds)[_WARM - 1 : -1]))
         disk = sum(path.stat().st_size for path in Path(output).rglob("*") if path.is_file())
     tokens = updates * short.training.max_tokens * short.training.accumulate  # type: ignore[attr-defined]

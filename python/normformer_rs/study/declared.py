@@ -116,7 +116,7 @@ class Study:
     data: str | PathLike[str] = "data"
 
     def __post_init__(self) -> None:
-        def put(name: str, value: Any) -> None:
+        def put(name: str, value: Any) -> None:  # sets an attribute of the frozen dataclass
             object.__setattr__(self, name, value)
 
         check_kinds(self)
@@ -169,7 +169,7 @@ class Study:
     @functools.cached_property
     def cells(self) -> list[Cell]:
         """The combinations of depth, initialisation and arm, in the order of the page."""
-        made = []
+        cells = []
         for layers, init, (name, arm) in itertools.product(self.layers or (None,), self.init, self.arms.items()):
             key = {"arm": name}
             options: Options = dict(arm) if isinstance(arm, Mapping) else {}
@@ -179,8 +179,8 @@ class Study:
             if init != OWN_START:
                 options["init"] = init
             key |= {"init": init} if len(self.init) > 1 else {}
-            made.append(Cell(key, options))
-        return made
+            cells.append(Cell(key, options))
+        return cells
 
     @property
     def runs(self) -> int:
@@ -198,10 +198,10 @@ class Study:
         """Returns the row that describes the run of a cell with this rate and seed."""
         arm = self.arms[cell.key["arm"]]
         if self.is_of_the_loop:
-            known = (*cell.key.values(), lr)
-            if known not in self._options:
-                self._options[known] = self._resolved(cell, lr)
-            options = {**self._options[known], "seed": seed}
+            cache_key = (*cell.key.values(), lr)
+            if cache_key not in self._options:
+                self._options[cache_key] = self._resolved(cell, lr)
+            options = {**self._options[cache_key], "seed": seed}
         else:
             options = {**self.options, **cell.options, "lr": lr, "seed": seed, "updates": self.updates}
             options |= {"function": _source(arm)} if callable(arm) else {}
@@ -254,9 +254,9 @@ class Study:
             updates = self._updates(options)
             options |= {"updates": updates, "epochs": 0, "patience": 0, "keep": options.get("keep", 1)}
             if "evaluate_every" not in {**shared, **cell.options}:
-                options["evaluate_every"] = max(1, updates // 4)
+                options["evaluate_every"] = max(1, updates // 4)  # four evaluations of each run
             if "prores_steps" not in {**shared, **cell.options}:
-                options["prores_steps"] /= _count(options, "decoder_layers")
+                options["prores_steps"] /= _count(options, "decoder_layers")  # `_CLOCKS` has the share of all layers
             options = {name: _duration(name, value, updates) for name, value in options.items()}
             options = _needed(options)
             options["init"] = options.get("init") or _own_start(options.get("residual"))
@@ -276,6 +276,7 @@ class Study:
         if self.flop is not None:
             from ..reproduce.runs import parameters_of
 
+            # Durations may still be shares of the run here, and no model's size depends on them.
             names = {field.name for kind in (TransformerConfig, DataConfig) for field in kind.FIELDS} - {*_CLOCKS}
             sizes = {name: value for name, value in options.items() if name in names}
             return max(1, math.ceil(self.flop / (6 * parameters_of(sizes, *self.corpus, Path(self.data)) * batch)))

@@ -65,7 +65,8 @@ def results_of(study: Study, output: Path) -> Results:
 def runs_of(study: Study, output: Path, device: str, progress: bool) -> "Runs":
     from ..reproduce.runs import Runs
 
-    corpora = {**CORPORA, study.corpus[0]: study.corpus[1]}
+    name, corpus = study.corpus
+    corpora = {**CORPORA, name: corpus}
     return Runs(output / "runs", Path(study.data), device=device, progress=progress, corpora=corpora)
 
 

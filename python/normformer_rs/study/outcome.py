@@ -84,6 +84,7 @@ def outcome(study: Study, results: Results) -> Outcome:
     comparisons = holm(comparisons)
     arms = [_compared(study, arm, comparisons.get(_key(arm.cell))) for arm in arms]
     missing = study.runs - sum(map(_count_runs, arms))
+    # `results.stale` counts rows of reported seeds; those that chose rates come on top.
     tuning = [row for cell in study.cells for seed in range(1, study.seeds + 1) for row in study.tuning(cell, seed)]
     return Outcome(study, arms, results, missing, sum(map(results.is_stale, tuning)) + results.stale)
 
@@ -105,7 +106,7 @@ def _arm(study: Study, results: Results, cell: Cell) -> Arm:
     values: dict[int, float | None] = {}
     rates: dict[int, float | None] = {}
     curve: dict[float, list[float | None]] = {rate: [] for rate in study.lr}
-    verdicts, losses, edges, seconds = [], [], 0, 0.0
+    verdicts, sensitivities, edges, seconds = [], [], 0, 0.0
     for seed in range(1, study.seeds + 1):
         tuned = {rate: results.find(row) for rate, row in zip(study.lr, study.tuning(cell, seed))}
         measured = {rate: columns for rate, columns in tuned.items() if columns is not None}
@@ -115,7 +116,7 @@ def _arm(study: Study, results: Results, cell: Cell) -> Arm:
         chosen = chosen_of(study, results, cell, seed)
         if chosen is None:  # runs that choose the rate are still missing
             continue
-        losses.append(_sensitivity(measured))
+        sensitivities.append(_sensitivity(measured))
         reported = results.find(study.row(cell, chosen.rate, seed)) if chosen.rate is not None else None
         if chosen.rate is not None and reported is None:  # the reported run is still missing
             continue
@@ -124,18 +125,18 @@ def _arm(study: Study, results: Results, cell: Cell) -> Arm:
         verdicts.append("failed with every rate" if reported is None else reported["verdict"])
         seconds += number((reported or {}).get("seconds") or "") or 0.0
     words = str(merged(verdicts)) if verdicts else ""
-    sensitivity = statistics.fmean(losses) if losses else math.nan
+    sensitivity = statistics.fmean(sensitivities) if sensitivities else math.nan
     return Arm(cell, values, rates, edges, words, curve, sensitivity, seconds)
 
 
 def _sensitivity(made: Mapping[float, Mapping[str, str]]) -> float:
     """Returns `Arm.sensitivity` for one seed, from the runs by rate; NaN if no run has a loss before the first
     update."""
-    first = [number(found.get("first_nll") or "") for found in made.values()]
-    known = [loss for loss in first if loss is not None]
+    first_losses = [number(found.get("first_nll") or "") for found in made.values()]
+    known = [loss for loss in first_losses if loss is not None]
     if not known:
         return math.nan
-    losses = []
+    losses = []  # min(ℓ(η), ℓ₀) of each rate; a run without ℓ₀ gets the largest of the others
     for found in made.values():
         value, start = value_of(found, "valid_nll"), number(found.get("first_nll") or "")
         start = start if start is not None else max(known)
@@ -153,16 +154,16 @@ def main_table(found: Outcome) -> tuple[list[str], list[list[str]]]:
     """Returns the headings and the lines of the main table, which has a line for each arm."""
     study, column = found.study, COLUMNS[found.study.metric]
     keys = [*found.arms[0].cell.key]
-    others = [f"difference from {study.baseline} [95 % interval], p by Holm; least difference found in four of five"]
-    others = others if study.seeds > 1 and len(study.arms) > 1 else []
-    head = [*keys, f"{column.heading} [95 % interval]", "failed", "rate", "verdict", *others, "sensitivity to the rate"]
+    difference = f"difference from {study.baseline} [95 % interval], p by Holm; least difference found in four of five"
+    tested = [difference] if study.seeds > 1 and len(study.arms) > 1 else []  # a column only if there are tests
+    head = [*keys, f"{column.heading} [95 % interval]", "failed", "rate", "verdict", *tested, "sensitivity to the rate"]
     lines = []
     for arm in found.arms:
         compared = "baseline" if study.baseline_of(arm.cell) is None else arm.compared.words if arm.compared else ""
         sensitivity = "" if math.isnan(arm.sensitivity) else f"{arm.sensitivity:.3f}"
         mark = _mark(arm)
         cells = [mean(arm, column.form), f"{arm.failed} of {len(arm.values)}", _rates(arm), arm.verdicts]
-        lines.append([*arm.cell.key.values(), *cells, *([compared + mark] if others else []), sensitivity])
+        lines.append([*arm.cell.key.values(), *cells, *([compared + mark] if tested else []), sensitivity])
     return head, lines
 
 
@@ -209,6 +210,7 @@ def as_json(found: Outcome) -> dict[str, Any]:
 
 
 def _plain(study: Study, arm: Arm) -> dict[str, Any]:
+    """Returns an arm's numbers by name, as study.json holds them."""
     values = arm.found
     numbers: dict[str, Any] = {
         **arm.cell.key,

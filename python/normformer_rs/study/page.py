@@ -76,7 +76,7 @@ def sentence(found: Outcome, arm: Arm) -> str:
     name, base = arm.cell.name, study.baseline
     if not arm.values:
         return f"{name} has not been measured yet."
-    edge = ""
+    edge = ""  # a sentence that follows any of the results below
     if arm.edges:
         edge = f" {name} had a rate at the edge of the grid with {arm.edges} of {len(arm.values)} seeds: "
         edge += "a better one may lie beyond."
@@ -164,6 +164,7 @@ def _blocks(found: Outcome, output: Path, words: str) -> list[Block]:
 
         head, lines = ["arm", "parameters", "start bit-equal", "start unlike, or have no counterpart"], unequal(study)
         blocks += [Heading(f"Starts, against {study.baseline}"), Table(head, lines)]
+    # An arm's runs: the reported ones, and those that chose the rates.
     spent = [[arm.cell.name, str(len(arm.values) + sum(map(len, arm.curve.values()))), duration(arm.seconds)]
              for arm in found.arms]  # fmt: skip
     blocks += [Heading("Cost"), Table(["arm", "runs", "time of training"], spent)]
@@ -174,6 +175,7 @@ def _blocks(found: Outcome, output: Path, words: str) -> list[Block]:
 def _provenance(found: Outcome) -> str:
     """Returns a text that says when and with which versions and processors the rows were measured."""
     facts = {name: sorted({row[name] for row in found.results.rows if row.get(name)}) for name in made_by()}
+    # Of the dates only the first and the last are shown.
     facts["date"] = [*dict.fromkeys((facts["date"][0], facts["date"][-1]))] if facts["date"] else []
     return "; ".join(f"{name} {', '.join(values)}" for name, values in facts.items() if values)
 

@@ -31,7 +31,7 @@ def _by_rate(found: Outcome) -> Any:
     figure = new_figure(6.4 * len(panels), 3.8)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, (title, arms) in zip(axes, panels.items()):
-        ends, crosses = [], []
+        ends, crosses = [], []  # (last value, name, colour) of each line; (rate, colour) of each rate with failed runs
         for arm, shade in zip(arms, itertools.cycle(COLOURS)):
             points = {rate: [value for value in values if value is not None] for rate, values in arm.curve.items()}
             points = {rate: values for rate, values in sorted(points.items()) if values}
@@ -77,6 +77,7 @@ def _sensitivity(found: Outcome) -> Any:
 
 
 def _by_depth(found: Outcome) -> Any:
+    # By the arm's name, its points: depth, mean, lowest and highest value.
     lines: dict[str, list[tuple[int, float, float, float]]] = {}
     for arm in found.arms:
         if arm.found:

@@ -49,7 +49,7 @@ def _log(client: Any, found: Outcome, output: Path) -> None:
         values_by_update: dict[int, dict[str, float]] = {}
         for curve, update, value in curves:
             values_by_update.setdefault(update, {})[curve] = value
-        last = max(values_by_update, default=0)
+        last = max(values_by_update, default=0)  # the row's numbers, which are those of the run's end, go there
         values_by_update.setdefault(last, {}).update({f"row/{column}": value for column, value in numbers.items()})
         for update, values in sorted(values_by_update.items()):
             client.log(values, step=update)

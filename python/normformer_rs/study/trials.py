@@ -41,6 +41,7 @@ class Trial:
     def __init__(self, study: Study, cell: Cell, row: Row, lr: float, log: Path) -> None:
         self._study, self._row, self._log = study, row, log
         self.arm, self.lr, self.seed = cell.key["arm"], lr, row.seed
+        # An arm's key has layers and init only if the study compares several of them.
         self.layers = int(cell.key["layers"]) if "layers" in cell.key else next(iter(study.layers), None)
         self.init = cell.key.get("init", next(iter(study.init)))
         self.updates = study.updates
