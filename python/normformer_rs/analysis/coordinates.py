@@ -63,6 +63,7 @@ class CoordinateCheck:
             i = PLACES.index(place)
             shown = [update for update in range(updates) if self.sizes[:, update, i].all()]
             for update in shown:
+                # later updates are darker; the palest 15 % of the colours would be hard to see
                 color = colormaps["viridis"](0.85 * (1 - update / max(updates - 1, 1)))
                 axis.plot(self.values, self.sizes[:, update, i], "o-", color=color, markersize=3, label=str(update))
             axis.set_xscale("log", base=2)
@@ -150,6 +151,7 @@ def coordinate_check(
     name = config.parametrisation if isinstance(config, TransformerConfig) else "groups" if groups else "standard"
 
     def one(value: int, seed: int) -> NDArray[np.float64]:
+        """Returns the logarithms of the sizes of one model, (updates + 1, 7)."""
         if isinstance(config, TransformerConfig):
             model, loss, sizes = _own(_sized(config, over, value), seed, (sentences, length))
         else:
@@ -158,6 +160,7 @@ def coordinate_check(
         of_model = param_groups(model, **group_options) if groups is None else groups(model)
         return _trained(model, loss, sizes, _optimizers(of_model, muon_scale), updates)
 
+    # The exponential of the logarithms' mean is the geometric mean over seeds.
     sizes = [np.mean([one(value, seed) for seed in seeds], axis=0) for value in values]
     return CoordinateCheck(over, tuple(values), np.exp(np.stack(sizes)), name)
 
@@ -166,7 +169,7 @@ def _sized(config: TransformerConfig, over: str, value: int) -> TransformerConfi
     """Returns the configuration with another width or depth, and without dropout. Errors: InputError for a width that
     does not fit."""
     rates = dict.fromkeys(("dropout", "embedding_dropout", "attention_dropout", "activation_dropout"), 0.0)
-    if config.attention == "tensorized":
+    if config.attention == "tensorized":  # it has no such rate
         del rates["attention_dropout"]
     if over == "depth":
         return config.replace(**rates, encoder_layers=value, decoder_layers=value)
@@ -205,7 +208,8 @@ def _of_blocks(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], NDA
         logits = [0.0]
 
         def entered(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            if len(found) in (0, len(blocks) + 1):  # a pass begins
+            # A pass begins: nothing was found yet, or a whole pass was. A shared first block also runs later in a pass.
+            if len(found) in (0, len(blocks) + 1):
                 found[:] = [_size(given or tuple(named.values()))]
 
         def left(_: nn.Module, given: tuple[Any, ...], output: Any) -> None:

@@ -38,7 +38,7 @@ class Origin:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Origin":
         new, module = Origin(), self.holder()
-        if self.source() is not None:
+        if self.source() is not None:  # a copy of a copy follows the module that trains, too
             new.source, new.seen = self.source, self.seen
             self.source()._origin.copies.add(new)
         elif module is not None:
@@ -105,10 +105,10 @@ class Steered(nn.Module):
         for (_, buffer), source_buffer, now, before in zip(mine, theirs, _marks(mine), origin.seen, strict=True):
             weight_now, buffer_now = now
             weight_before, buffer_before = before.to(now.device)
-            must_copy = weight_now != weight_before
+            must_copy = weight_now != weight_before  # something wrote the weight; a bool on the device
             if buffer.is_floating_point():  # a buffer that was averaged as well keeps its average
                 must_copy &= buffer_now == buffer_before
-            elif not source._origin.has_trained:
+            elif not source._origin.has_trained:  # the source never moved its t: the copy's own stays
                 continue
             buffer.copy_(torch.where(must_copy.to(buffer.device), source_buffer.to(buffer.device), buffer))
         origin.seen = _marks(mine)

@@ -127,7 +127,7 @@ class PRepBN(
 
     def steering(self) -> Steering:
         owner = next(self.watched())  # its updates move t, the last buffer
-        return [*super().steering()[:-1], (owner, self.t)]
+        return [*super().steering()[:-1], (owner, self.t)]  # [:-1]: RepBN pairs t with its own weight
 
     def counted_out(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
         if not self.training or not self.warm:
@@ -145,7 +145,7 @@ class PRepBN(
         return hidden((1 - rep_bn_share) * self._of_rows(hidden(x, mask)) + rep_bn_share * y, mask)
 
     def _of_rows(self, x: Tensor) -> Tensor:
-        """Returns R(x)."""
+        """Returns R(x), the norm of rows that `row` names, with its own weight and bias."""
         names = ("row_weight", "row_bias")
         declared, affine = DECLARED[self.row], [used(getattr(self, name), self.numbers_of[name]) for name in names]
         if torch.compiler.is_exporting():

@@ -126,7 +126,7 @@ class Stack(Growing):
             with drawn_apart(factory["device"], "sums"):
                 self.combine = Sums(declared.combine, place, factory, bias)
         for change in end:
-            if change.kind != "norm" or self.norm is None:
+            if change.kind != "norm" or self.norm is None:  # a norm that the caller gave stays
                 install(self, parts_of(change), place, _END, factory=factory, bias=bias)
         streams = (at for at in declared.streams if at is not None)
         install(self, (*parts_of(declared.begin), *streams), place, _BEGIN, factory=factory, bias=bias)
@@ -158,9 +158,10 @@ class Stack(Growing):
         has_several = bool(self.streams) or self.mixing is not None or passes_kept
         if has_several or combine is not None:
             self._refuse_changed()
+        # From here, `others` has the streams beside x; a layer gets and returns kept tensors after them.
         x, others, *_ = start(self.place.declared, x) if has_several and self.place is not None else (x, ())
         for layer in self.layers:
-            x = x if combine is None else combine(x, outputs, padding_mask)
+            x = x if combine is None else combine(x, outputs, padding_mask)  # x is the last layer's output
             alpha_t = self.grown(layer.place.layer) if is_by_layer else alpha_t
             grown = {} if alpha_t is None else {"alpha_t": alpha_t}
             if has_several:
@@ -181,6 +182,7 @@ class Stack(Growing):
     def _refuse_changed(self) -> None:
         """Raises InputError if the layers are not those for which the scheme's parts between layers were made."""
         assert self.place is not None
+        # The number of each layer in the stack that it was made for. A layer without a place counts as unmoved.
         numbers = [getattr(getattr(layer, "place", None), "layer", i) for i, layer in enumerate(self.layers)]
         if numbers != [*range(self.place.depth)]:
             raise InputError(
