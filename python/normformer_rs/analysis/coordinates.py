@@ -148,6 +148,7 @@ def coordinate_check(
     group_options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
     if muon_scale is not None:
         group_options |= {"optimizer": "muon", "muon_scale": muon_scale}
+    # what the picture calls the parametrisation
     name = config.parametrisation if isinstance(config, TransformerConfig) else "groups" if groups else "standard"
 
     def one(value: int, seed: int) -> NDArray[np.float64]:
@@ -189,6 +190,7 @@ def _own(
     """Returns a model of this package, its loss on a batch of random tokens, and its seven sizes there."""
     model = Transformer(config, seed=seed, device="cpu").train()
     generator = torch.Generator().manual_seed(seed)
+    # ids below 4 are those of special tokens
     source, target_input, target = (torch.randint(4, config.vocab_size, shape, generator=generator) for _ in range(3))
     reads = source if config.architecture == "encoder-decoder" else None
 

@@ -170,10 +170,11 @@ def _register(cls: type[Norm]) -> None:
     """Adds a class to the register, once, with a serial number of its own."""
     if "_serial" not in vars(cls):
         _define()
+        # `_found` holds the norms that `_of` has found of this class.
         cls._serial, cls._found = next(_NEXT), {}  # type: ignore[attr-defined]
         _SERIALS[cls._serial] = cls  # type: ignore[attr-defined]
         _CLASSES.setdefault(cls.name, []).insert(0, weakref.ref(cls))
-        _FOUND.clear()
+        _FOUND.clear()  # a declaration may now mean the new class
 
 
 def own_norms(options: Mapping[str, Any]) -> list[Norm]:
@@ -244,7 +245,7 @@ def declared(data: Mapping[str, Any]) -> Norm:
         )
     fitting = _fitting_of(name, data)
     if len(fitting) > 1:
-        fitting.clear()
+        fitting.clear()  # these norms hold their classes
         gc.collect()  # drops classes that nothing holds
         fitting = _fitting_of(name, data)
     if len(fitting) > 1:

@@ -241,7 +241,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 joined = apply_changes(self, (change,), x.transpose(1, 2).flatten(-2), None, kept)
                 x = joined.unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
             else:
-                x = apply_changes(self, (change,), x, None)
+                x = apply_changes(self, (change,), x, None)  # without `kept`, which only changes of joined heads use
         return x
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -70,7 +70,7 @@ class Steered(nn.Module):
         origin = vars(self).get("_origin") or Origin()
         origin.holder = weakref.ref(self)
         vars(self)["_origin"] = origin
-        if _told not in self._load_state_dict_post_hooks.values():
+        if _told not in self._load_state_dict_post_hooks.values():  # a copy already has the hook
             self.register_load_state_dict_post_hook(_told)
 
     @torch.no_grad()
@@ -153,6 +153,7 @@ def _marks(steering: Steering) -> list[Tensor]:
     """Returns, for each pair, the sums of weight and buffer, (2,). A sum that differs later shows a changed tensor."""
     marks = []
     for weight, buffer in steering:
+        # MPS has no f64
         dtype = torch.float64 if weight.device.type != "mps" else torch.float32
         pair: list[Any] = [weight.detach(), buffer.detach()]
         local = [t.to_local() if hasattr(t, "to_local") else t for t in pair]

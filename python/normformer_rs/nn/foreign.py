@@ -147,6 +147,7 @@ def draw_xavier(model: nn.Module) -> None:
     parameters and the layers that have a scheme's values."""
     kept = {part for layer in model.modules() if _has_schemes_values(layer) for part in layer.modules()}
     drawn = (m for m in model.modules() if m not in kept and not getattr(m, "has_own_values", False))
+    # `fromkeys` draws a shared parameter once.
     for p in dict.fromkeys(p for module in drawn for p in module.parameters(recurse=False)):
         if p.dim() > 1:
             write_whole(p, nn.init.xavier_uniform_)
@@ -234,6 +235,7 @@ def _sublayer(sublayer: Sublayer, place: Place) -> list[Any]:
     are built."""
     norms = [what for what in (*sublayer.around(), *sublayer.within()) if isinstance(what, NormAt)]
     alike = replaced(sublayer, lambda part: part._replace(last=False) if isinstance(part, NormAt) else part)
+    # A norm's repr shows the settings that `last` changes.
     with torch.random.fork_rng(devices=[]):  # the user's next draws must not depend on whether this ran before
         return [alike, [repr(make(norm, place, {"device": "meta"})) for norm in norms if place.stack == "decoder"]]
 

@@ -151,7 +151,7 @@ def close(
         f, p = dropout(f), 0.0
     if x.dtype in (torch.float64, torch.float16, torch.bfloat16) or f.dtype == torch.float64:
         f = f.to(x.dtype)  # the residual stream keeps its type
-    f, where = draw.drop(f, p)
+    f, where = draw.drop(f, p)  # (rate, seed, site) of the dropout that the operator still applies
     if sublayer.mixing is not None:
         f = drop(f, where).to(x.dtype)
         written = mixing.write(sublayer.mixing, (x, *streams.others), streams.unwritten, f)

@@ -85,6 +85,7 @@ class Residual(Growing):
         configured = {"norm": norm, "residual": scheme, "norm_eps": norm_eps, "architecture": architecture, **depths}
         config = configure(options, d_model=d_model, d_ff=d_model, heads=1, **configured)
         self.place = Place(config, "decoder", layer_number(layer or 0, depth))
+        # the kinds of the sublayers of one layer, in order
         names = ("self-attention", "feed-forward") if architecture == "decoder-only" else KINDS
         self.number = names.index(kind)
         self.declared = self.place.sublayers[self.number]

@@ -45,6 +45,7 @@ class Sums(nn.Module):
         self.on_sums, self.skips_first = declared.on_sums, declared.skips_first
         self.first, self.weight = declared.weight, make(declared.weight, place, factory)
         vars(self)[LEARNED] = {"weight": declared.weight.sums_over}
+        # "combine.norms.3" becomes the key "3"
         self.norms = nn.ModuleDict({at.name.rsplit(".", 1)[1]: make(at, place, factory, bias) for at in declared.norms})
         mark_drawn(self)
 
@@ -104,6 +105,7 @@ class Stack(Growing):
         factory = {"device": weight.device, "dtype": weight.dtype}
         for i, layer in enumerate(self.layers.children()):  # fairseq's list skips layers when it is iterated
             layer.move(Place(config, stack, i))
+        # Without a named scheme, the stack ends as in torch.nn: with the given norm, or with none.
         self._extend(place, declared.end if not first.is_torchs else (), factory, first.has_norm_biases)
         for layer in self.layers.children():
             if not layer.keeps_torchs_values:
@@ -173,7 +175,7 @@ class Stack(Growing):
             else:
                 x = call(layer, x, **grown)
         x = x if combine is None else combine(x, outputs, padding_mask)
-        for at, s in zip(self.streams, others):
+        for at, s in zip(self.streams, others):  # s: a stream beside x; at: the norm at its end
             x = x + (s if at is None else apply_norm(getattr(self, at.name), s, padding_mask))
         x, _ = mixing.read(self.mixing, self, (x, *others))
         x = apply_changes(self, self.end, x, padding_mask, kept)

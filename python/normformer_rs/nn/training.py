@@ -58,7 +58,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         read_parts: Any = getattr(module, "_parts", None)  # a Transformer of this package gets the roles from Rust
         if read_parts is not None:
             parts = read_parts()
-            vectors |= {id(p) for name, p in module.named_parameters() if parts[name][0] not in MATRICES}
+            roles = {name: role for name, (role, *_) in parts.items()}
+            vectors |= {id(p) for name, p in module.named_parameters() if roles[name] not in MATRICES}
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if id(p) not in vectors]
     others = [p for p in trained if id(p) in vectors]
