@@ -207,7 +207,7 @@ def _of_blocks(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], NDA
 
     def sizes() -> NDArray[np.float64]:
         found: list[float] = []  # the sizes of the first block's input and of each block's output, in the last pass
-        logits = [0.0]
+        logits = [0.0]  # one number, in a list that the hook `ended` can write to
 
         def entered(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
             # A pass begins: nothing was found yet, or a whole pass was. A shared first block also runs later in a pass.

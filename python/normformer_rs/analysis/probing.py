@@ -178,6 +178,7 @@ class Probe:
             self._parameter(name, parameter, "weight")
         measured = [Reading(name, layer, role, measure, value)
                  for (name, role, measure), (layer, value) in self._passes.items()]  # fmt: skip
+        # by layer; what lies outside the layers comes last
         self.readings = Readings(
             sorted(measured, key=lambda one: (one.layer is None, one.layer or 0, one.name, one.role, one.measure))
         )

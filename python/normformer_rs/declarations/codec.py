@@ -98,6 +98,8 @@ def _leaf(check: Callable[[Any, str], Any], read: Callable[[Any], Any] = lambda 
 
 
 def _optional(codec: _Codec) -> _Codec:
+    """Returns the codec of `X | None`, where `codec` is X's."""
+
     def write(value: Any, owner: Owner, what: str) -> Any:
         return None if value is None else codec.write(value, owner, what)
 

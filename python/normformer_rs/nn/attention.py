@@ -142,6 +142,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             given: Any = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
             return super().forward(*given)
         is_batched = query.dim() == 3
+        # Self-attention gets one tensor three times, or has separate inputs.
         is_self = is_self or self.reads_apart or (_is_one(key, query) and _is_one(value, query))
         if not is_batched:
             query, key, value = (t.unsqueeze(0) for t in (query, key, value))
@@ -192,6 +193,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         joined = self._gated(heads.transpose(1, 2).flatten(-2), query)
         joined = self._change("after_heads", joined, padding, kept)
         out = self._change("after_output", self.out_proj(joined), padding, kept)
+        # back to the caller's layout
         if not is_batched:
             out, weights = out.squeeze(0), None if weights is None else weights.squeeze(0)
         elif not self.batch_first:

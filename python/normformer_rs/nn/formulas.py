@@ -242,11 +242,13 @@ def channel_read(streams: Tensor, gain: Tensor, down: Tensor, up: Tensor) -> Ten
 
 
 def _normed_streams(streams: Tensor, gain: Tensor) -> Tensor:
+    """Returns vec(Ĥ), (…, n·d), as in `channel_read`."""
     h = wide(streams)
     return (h * _inverse_rms(h)).flatten(-2) * gain.to(h.dtype)
 
 
 def _read_by_channel(streams: Tensor, normed: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """Returns the x of `channel_read`; `normed` is vec(Ĥ)."""
     n = streams.shape[-2]
     low = F.silu(F.linear(normed, down.to(normed.dtype)) / n)
     shares = torch.sigmoid(F.linear(low, up.to(normed.dtype)))

@@ -81,12 +81,13 @@ class Layer(Growing, Placeable):
                 raise InputError(
                     "decoder_norm is given, but the encoder stands alone: leave it out, or say decoder_layers"
                 )
-        if isinstance(activation, str) and activation in _ACTIVATIONS:
+        if isinstance(activation, str) and activation in _ACTIVATIONS:  # a function has no name in a configuration
             given["activation"] = activation
         config = configure(options, d_model=d_model, d_ff=dim_feedforward, heads=nhead, **given)
         if nhead < 1 or d_model % nhead:
             raise InputError(f"nhead must divide d_model, {d_model}; got {nhead}")
         _check_attention(config, options)
+        # An encoder that stands alone is a "decoder" here, because Rust calls a single stack decoder-only.
         is_encoder = "encoder_layers" in depths and len(self.kinds) == 2
         self.place = Place(config, "encoder" if is_encoder else "decoder", layer or 0)
         layer_number(self.place.layer, self.place.depth)
@@ -94,6 +95,7 @@ class Layer(Growing, Placeable):
         declared, factory = self.place.declared, {"device": device, "dtype": dtype}
 
         def rate_of(name: str) -> float:
+            """Returns a rate of the configuration; `dropout` where it has none."""
             value = getattr(config, name)
             return dropout if value is None else value
 
