@@ -38,8 +38,8 @@ PLANTED = [
     Planted(
         "One dropout mask serves",
         "nn/dropout.py",
-        "cols, p, where[2])",
-        "cols, p, where[2] + 1)",
+        "cols, p, site)",
+        "cols, p, site + 1)",
         ("nn/test_randomness.py::test_grad_jvp_and_functional_call[prenorm]",),
     ),
     # A run's folder

@@ -63,6 +63,7 @@ class CoordinateCheck:
             i = PLACES.index(place)
             shown = [update for update in range(updates) if self.sizes[:, update, i].all()]
             for update in shown:
+                # later updates are darker; the palest 15 % of the colours would be hard to see
                 color = colormaps["viridis"](0.85 * (1 - update / max(updates - 1, 1)))
                 axis.plot(self.values, self.sizes[:, update, i], "o-", color=color, markersize=3, label=str(update))
             axis.set_xscale("log", base=2)
@@ -147,9 +148,11 @@ def coordinate_check(
     group_options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
     if muon_scale is not None:
         group_options |= {"optimizer": "muon", "muon_scale": muon_scale}
+    # what the picture calls the parametrisation
     name = config.parametrisation if isinstance(config, TransformerConfig) else "groups" if groups else "standard"
 
     def one(value: int, seed: int) -> NDArray[np.float64]:
+        """Returns the logarithms of the sizes of one model, (updates + 1, 7)."""
         if isinstance(config, TransformerConfig):
             model, loss, sizes = _own(_sized(config, over, value), seed, (sentences, length))
         else:
@@ -158,6 +161,7 @@ def coordinate_check(
         of_model = param_groups(model, **group_options) if groups is None else groups(model)
         return _trained(model, loss, sizes, _optimizers(of_model, muon_scale), updates)
 
+    # The exponential of the logarithms' mean is the geometric mean over seeds.
     sizes = [np.mean([one(value, seed) for seed in seeds], axis=0) for value in values]
     return CoordinateCheck(over, tuple(values), np.exp(np.stack(sizes)), name)
 
@@ -166,7 +170,7 @@ def _sized(config: TransformerConfig, over: str, value: int) -> TransformerConfi
     """Returns the configuration with another width or depth, and without dropout. Errors: InputError for a width that
     does not fit."""
     rates = dict.fromkeys(("dropout", "embedding_dropout", "attention_dropout", "activation_dropout"), 0.0)
-    if config.attention == "tensorized":
+    if config.attention == "tensorized":  # it has no such rate
         del rates["attention_dropout"]
     if over == "depth":
         return config.replace(**rates, encoder_layers=value, decoder_layers=value)
@@ -186,6 +190,7 @@ def _own(
     """Returns a model of this package, its loss on a batch of random tokens, and its seven sizes there."""
     model = Transformer(config, seed=seed, device="cpu").train()
     generator = torch.Generator().manual_seed(seed)
+    # ids below 4 are those of special tokens
     source, target_input, target = (torch.randint(4, config.vocab_size, shape, generator=generator) for _ in range(3))
     reads = source if config.architecture == "encoder-decoder" else None
 
@@ -202,10 +207,11 @@ def _of_blocks(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], NDA
 
     def sizes() -> NDArray[np.float64]:
         found: list[float] = []  # the sizes of the first block's input and of each block's output, in the last pass
-        logits = [0.0]
+        logits = [0.0]  # one number, in a list that the hook `ended` can write to
 
         def entered(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            if len(found) in (0, len(blocks) + 1):  # a pass begins
+            # A pass begins: nothing was found yet, or a whole pass was. A shared first block also runs later in a pass.
+            if len(found) in (0, len(blocks) + 1):
                 found[:] = [_size(given or tuple(named.values()))]
 
         def left(_: nn.Module, given: tuple[Any, ...], output: Any) -> None:

@@ -65,13 +65,14 @@ def _of_operator(
 ) -> Iterator[Tensor]:
     """Yields the logits of torch's operator."""
     keys = key.detach().double()
-    if key.dim() > 3 and key.shape[-3] != query.shape[-3]:
+    if key.dim() > 3 and key.shape[-3] != query.shape[-3]:  # several heads of queries share a head of keys
         keys = keys.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
     size = _rows(torch.Size([*query.shape[:-1], keys.shape[-2]]))
     for first in range(0, query.shape[-2], size):
         rows = query.detach()[..., first : first + size, :].double()
         logits = rows @ keys.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
+            # row i of this part is query first + i
             is_past = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril(first)
             logits = logits.masked_fill(~is_past, -math.inf)
         if attn_mask is not None:
@@ -93,6 +94,7 @@ def _of_module(given: Mapping[str, Any]) -> Iterator[Tensor]:
     q, k = (F.linear(x, w, b) for x, w, b in zip((query, key), weights, biases))
     if q.dim() == 2:  # without a batch
         q, k = q[:, None], k[:, None]
+    # (T, B, d) → (B, heads, T, d_head)
     q, k = (t.reshape(len(t), t.shape[1], heads, -1).permute(1, 2, 0, 3) for t in (q, k))
     mask = _added(given["attn_mask"], q.dtype)
     if mask is not None and mask.dim() == 3:

@@ -131,7 +131,7 @@ def layers(output: str | PathLike[str], checkpoint: str, source: str | None, tar
 def _read(model: Transformer, output: Path, source: str | None, target: str) -> tuple[Any, torch.Tensor]:
     """Returns the token ids of a text's first lines: (source or None, the decoder's input)."""
     lines = text.read_lines(target)
-    if source is None:
+    if source is None:  # a language model: its rows are cut from one sequence of all lines
         tokens = [_EOS, *(token for line in _core.encode(str(output), lines) for token in [*line, _EOS])]
         rows = max(1, min(_ROWS, len(tokens) // _LENGTH))
         return None, torch.tensor(tokens[: rows * _LENGTH]).view(rows, -1)

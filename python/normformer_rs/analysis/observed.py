@@ -80,7 +80,7 @@ def observe(
     seed = model._draw(tensors[0].device) if model.training else None
     arguments = model._options, names, tensors, source, target_input, seed, precision
     found = _core.observe(*arguments, None if loss is None else _number(loss))
-    stacks = ["encoder", "decoder"][-len(found) :]
+    stacks = ["encoder", "decoder"][-len(found) :]  # a single stack is the decoder
     return {
         stack: Observed(cosines, active, [Statistics(*norm) for norm in norms], *sizes)
         for stack, ((cosines, active, *sizes), norms) in zip(stacks, found)

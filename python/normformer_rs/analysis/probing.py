@@ -145,6 +145,7 @@ class Probe:
             for part in parts_of(block):
                 for linear in (*part.linears, *part.experts):
                     path = f"{name}.{linear.path}".lstrip(".")
+                    # a parameter itself, as a stack of experts' matrices, or a linear layer's weight
                     matrix = path if path in parameters else f"{path}.weight"
                     if matrix not in parameters or matrix in found:
                         continue
@@ -177,6 +178,7 @@ class Probe:
             self._parameter(name, parameter, "weight")
         measured = [Reading(name, layer, role, measure, value)
                  for (name, role, measure), (layer, value) in self._passes.items()]  # fmt: skip
+        # by layer; what lies outside the layers comes last
         self.readings = Readings(
             sorted(measured, key=lambda one: (one.layer is None, one.layer or 0, one.name, one.role, one.measure))
         )
@@ -186,7 +188,7 @@ class Probe:
         """Measures `update` of the optimizer's step inside the block, and adds it to `readings`."""
         before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         yield
-        self._passes = {}
+        self._passes = {}  # collects the updates alone
         for name, p in self.model.named_parameters():
             if name in before and before[name].shape == p.shape:
                 self._updated(name, before[name], p)
@@ -227,6 +229,7 @@ class Probe:
         changes = self._parts(name, after.detach().double() - before.double())
         for (role, part), (_, change) in zip(self._parts(name, before), changes):
             size, moved = _norm(part), _norm(change)
+            # a matrix of zeros: infinite if it moved, 0 if it stayed
             self._put(name, role, "update", moved / size if size else math.inf if moved else 0.0)
 
     # ---- passes ----
@@ -258,6 +261,7 @@ class Probe:
         self._within.append(block)
         name = self._layers[block][0]
         of_attention = ("logit", "head_logit", "entropy")
+        # "NAME", "NAME (2)" and "NAME head 0" are attentions of the block NAME.
         earlier = [key for key in self._passes if key[2] in of_attention and f"{key[0]} ".startswith(f"{name} ")]
         for key in earlier:  # from an earlier pass
             del self._passes[key]
@@ -281,6 +285,7 @@ class Probe:
         if not self._within:
             return
         name, layer = self._layers[self._within[-1]]
+        # the number of this block's attentions in this pass so far, under the names "NAME", "NAME (2)", …
         earlier = sum(key[0].partition(" (")[0] == name for key in self._passes if key[2] == "logit")
         name = f"{name} ({earlier + 1})" if earlier else name  # a block's second attention, …
         largest, entropy, queries = -math.inf, 0.0, 0
@@ -294,7 +299,7 @@ class Probe:
             if visible.dim() > 3:
                 by_head = visible.flatten(1, -3)  # grouped heads may have two dimensions
                 maxima = by_head.transpose(0, -3).flatten(1).amax(1).tolist()
-                head_maxima = [*map(max, maxima, head_maxima or maxima)]
+                head_maxima = [*map(max, maxima, head_maxima or maxima)]  # empty before the first part
         for head, value in enumerate(head_maxima):
             self._passes[f"{name} head {head}", f"head {head}", "head_logit"] = (layer, value)
         self._passes[name, "attention", "logit"] = (layer, largest)

@@ -49,7 +49,7 @@ class Owner(NamedTuple):
             return NormAt(name + self.number, width, part.start)
         name += "" if part.shared else self.number
         shape = part.shape if isinstance(part.shape, list | tuple) else [part.shape]
-        value = [*part.value] if getattr(part.value, "shape", None) else part.value
+        value = [*part.value] if getattr(part.value, "shape", None) else part.value  # an array becomes a list
         return part._replace(name=name, value=value, shape=shape, shared=False)
 
 
@@ -84,10 +84,11 @@ def _codec(kind: Any) -> _Codec:
     if get_origin(kind) is Literal:
         return _codec(str)
     kinds = [one for one in get_args(kind) if one is not NoneType]
-    if len(kinds) < len(get_args(kind)):  # X | None
+    if len(kinds) < len(get_args(kind)):  # X | None, where X may be a union, too
         return _optional(_codec(functools.reduce(operator.or_, kinds)))
     if isinstance(kind, UnionType):  # X | Sequence[X]
         return _one_or_list(_codec(kinds[0]))
+    # Sequence[X] has an argument, X; a named tuple has none.
     return _list(_codec(kinds[0])) if kinds else _fields(kind)
 
 
@@ -97,6 +98,8 @@ def _leaf(check: Callable[[Any, str], Any], read: Callable[[Any], Any] = lambda 
 
 
 def _optional(codec: _Codec) -> _Codec:
+    """Returns the codec of `X | None`, where `codec` is X's."""
+
     def write(value: Any, owner: Owner, what: str) -> Any:
         return None if value is None else codec.write(value, owner, what)
 
@@ -119,7 +122,7 @@ def _one_or_list(codec: _Codec) -> _Codec:
     many = _list(codec)
 
     def write(value: Any, owner: Owner, what: str) -> Any:
-        is_list = isinstance(value, list | tuple) and not hasattr(value, "_fields")
+        is_list = isinstance(value, list | tuple) and not hasattr(value, "_fields")  # a named tuple is one X
         return (many if is_list else codec).write(value, owner, what)
 
     return _Codec(write, lambda found: (many if isinstance(found, list) else codec).read(found))

@@ -371,6 +371,6 @@ def is_of_joined_heads(change: Change, head_dim: int) -> bool:
     """True if a change of queries, keys or values acts on all heads joined, instead of on each head separately."""
     if change.kind == "norm":
         return change.what.width != head_dim
-    if change.kind in ("shift", "scale"):
+    if change.kind in ("shift", "scale"):  # a scalar, or one number per column of a head, acts on each head
         return tuple(change.what.shape) not in ((1,), (head_dim,))
     return change.kind in ("keep", "mix", "damp_forward")

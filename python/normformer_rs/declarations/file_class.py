@@ -62,6 +62,7 @@ def _module(file: str) -> ModuleType:
         source = opened.read()
     stem = re.sub(r"\W", "_", os.path.basename(file).removesuffix(".py"))
     name = f"{_PREFIX}{stem}_{hashlib.sha256(source).hexdigest()[:16]}"
+    # An equal file in another folder is a module of its own.
     if name in sys.modules and sys.modules[name].__file__ != path:
         name += "_" + hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:8]
     if name in sys.modules:
@@ -85,11 +86,12 @@ class FromFile:
     was made from the file."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        made = super().__reduce_ex__(protocol)
+        reduced = super().__reduce_ex__(protocol)
         kind = type(self)
-        if not kind.__module__.startswith(_PREFIX) or made[0] is not getattr(copyreg, "__newobj__"):  # noqa: B009
-            return made
-        return (_new, (kind.__module__, kind.__qualname__), *made[2:])
+        # Only the usual way of pickling, an empty object and its state, is replaced: `_new` makes the empty object.
+        if not kind.__module__.startswith(_PREFIX) or reduced[0] is not getattr(copyreg, "__newobj__"):  # noqa: B009
+            return reduced
+        return (_new, (kind.__module__, kind.__qualname__), *reduced[2:])
 
 
 def _new(module: str, name: str) -> Any:

@@ -121,6 +121,7 @@ class Norm(FromFile):
                     f"{self.name!r}: give one of them another name"
                 )
         d_head = config.d_model // max(config.heads, 1)
+        # of the stream, the feed-forward, one head, and all heads of keys
         widths = sorted({config.d_model, config.d_ff, d_head, (config.kv_heads or config.heads) * d_head})
         parameters = [
             {
@@ -169,10 +170,11 @@ def _register(cls: type[Norm]) -> None:
     """Adds a class to the register, once, with a serial number of its own."""
     if "_serial" not in vars(cls):
         _define()
+        # `_found` holds the norms that `_of` has found of this class.
         cls._serial, cls._found = next(_NEXT), {}  # type: ignore[attr-defined]
         _SERIALS[cls._serial] = cls  # type: ignore[attr-defined]
         _CLASSES.setdefault(cls.name, []).insert(0, weakref.ref(cls))
-        _FOUND.clear()
+        _FOUND.clear()  # a declaration may now mean the new class
 
 
 def own_norms(options: Mapping[str, Any]) -> list[Norm]:
@@ -232,7 +234,7 @@ def declared(data: Mapping[str, Any]) -> Norm:
     """
     _check_data(data)
     name, options = data["name"], data.get("options", {})
-    for _, classes in reversed(_USED):
+    for _, classes in reversed(_USED):  # the innermost `using` first
         for cls in classes:
             if found := _fitting(cls, data):
                 return found
@@ -243,7 +245,7 @@ def declared(data: Mapping[str, Any]) -> Norm:
         )
     fitting = _fitting_of(name, data)
     if len(fitting) > 1:
-        fitting.clear()
+        fitting.clear()  # these norms hold their classes
         gc.collect()  # drops classes that nothing holds
         fitting = _fitting_of(name, data)
     if len(fitting) > 1:
@@ -323,6 +325,7 @@ def _alike(one: type[Norm], other: type[Norm]) -> bool:
     def own(cls: type[Norm]) -> dict[str, Any]:
         """Returns the attributes that a class adds to `Norm`, except for its declarations."""
         declared = {"name", "equation", "source", "parameters", "options", "_serial", "_found"}
+        # [: …]: the class and its bases before `Norm`
         names = {name for kind in cls.__mro__[: cls.__mro__.index(Norm)] for name in vars(kind)} - declared
         return {name: getattr(cls, name) for name in names if name == "__init__" or not name.startswith("__")}
 
@@ -330,6 +333,7 @@ def _alike(one: type[Norm], other: type[Norm]) -> bool:
         """True if two attributes are equal. Functions are, if they have the same code and read the same globals."""
         if isinstance(a, FunctionType) and isinstance(b, FunctionType):
             same_code = (a.__code__, a.__defaults__, a.__kwdefaults__) == (b.__code__, b.__defaults__, b.__kwdefaults__)
+            # A closure's values may differ, so functions with one are equal only if they are one object.
             return a is b or (same_code and a.__globals__ is b.__globals__ and a.__closure__ is b.__closure__ is None)
         plain = (int, float, str, bool, tuple, type(None))
         return a is b or (type(a) is type(b) and isinstance(a, plain) and a == b)
@@ -370,7 +374,7 @@ def _define() -> None:
     import torch
 
     library = torch.library.Library("normformer_rs", "FRAGMENT")
-    parameters = ", ".join(f"Tensor? p{i}" for i in range(8))
+    parameters = ", ".join(f"Tensor? p{i}" for i in range(8))  # as many as a norm may declare
     library.define(f"own_norm(Tensor x, {parameters}, str declaration) -> Tensor")
     library.impl("own_norm", _run, "CompositeImplicitAutograd")
     _defined.append(library)  # keeps it for the life of the process

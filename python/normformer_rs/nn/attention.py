@@ -73,7 +73,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         `sinks`, `score_softcap`."""
         if config.kv_heads not in (None, self.num_heads):
             self.kv_heads = config.kv_heads
-            rows = sum(self.widths)
+            rows = sum(self.widths)  # fewer for k and v than in the matrix that torch.nn has made
             self.in_proj_weight = nn.Parameter(torch.empty(rows, self.embed_dim, **factory))
             if bias:
                 self.in_proj_bias = nn.Parameter(torch.empty(rows, **factory))
@@ -103,14 +103,14 @@ class MultiheadAttention(nn.MultiheadAttention):
     @property
     def widths(self) -> tuple[int, int, int]:
         """The numbers of rows of queries, keys and values in the stacked matrix."""
-        shared = self.head_dim * (self.num_heads if self.kv_heads is None else self.kv_heads)
-        return self.embed_dim, shared, shared
+        key_width = self.head_dim * (self.num_heads if self.kv_heads is None else self.kv_heads)
+        return self.embed_dim, key_width, key_width
 
     @property
     def gate(self) -> nn.Linear | None:
         """`gate_proj`, if there is one."""
-        made: Any = self._modules.get("gate_proj")
-        return made
+        gate: Any = self._modules.get("gate_proj")
+        return gate
 
     @leaf
     def forward(
@@ -132,6 +132,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         may have made three. `kept`: the tensors that earlier places of a stack have kept under names. If `kept` is not
         None, the result has a third item: these tensors, and those that the changes here keep."""
         kept = None if kept is None else dict(kept)
+        # Without one stacked matrix, or with added keys, torch.nn's own forward runs, which has no place for changes.
         if not self._qkv_same_embed_dim or self.bias_k is not None or self.add_zero_attn:
             if self.inside or self.scale is not None or self.gate is not None or self._is_capped():
                 raise InputError(
@@ -141,6 +142,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             given: Any = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
             return super().forward(*given)
         is_batched = query.dim() == 3
+        # Self-attention gets one tensor three times, or has separate inputs.
         is_self = is_self or self.reads_apart or (_is_one(key, query) and _is_one(value, query))
         if not is_batched:
             query, key, value = (t.unsqueeze(0) for t in (query, key, value))
@@ -149,10 +151,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))  # (B, T, d)
         self._check(query, key, attn_mask, key_padding_mask)
 
+        # The mask marks keys; only in self-attention are these also the rows that changes see.
         padding = None if key_padding_mask is None or not is_self else is_masked(key_padding_mask)
         if not self.reads_apart:
             query = self._change("input", query, padding, kept)
-            key, value = (query, query) if is_self else (key, value)
+            key, value = (query, query) if is_self else (key, value)  # one tensor: `_project` needs one product
         if is_self and any(point in self.inside for point in INPUTS):
             inputs = zip(INPUTS, (query, key, value))
             query, key, value = (self._change(point, x, padding, kept) for point, x in inputs)
@@ -167,7 +170,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             k, v = (self._for_each_query(x) for x in (k, v))
         p = self.dropout if self.training else 0.0
         weights = None
-        uses_own_dropout = p > 0 and is_run_again()
+        uses_own_dropout = p > 0 and is_run_again()  # torch's would draw another mask in the backward pass
+        # torch's fused attention returns no weights, and has neither sinks nor a softcap nor this dropout.
         is_composed = need_weights or uses_own_dropout or self._is_capped()
         mask, is_causal = self._mask(q, k, attn_mask, key_padding_mask, is_causal, is_composed)
         if is_composed:
@@ -189,6 +193,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         joined = self._gated(heads.transpose(1, 2).flatten(-2), query)
         joined = self._change("after_heads", joined, padding, kept)
         out = self._change("after_output", self.out_proj(joined), padding, kept)
+        # back to the caller's layout
         if not is_batched:
             out, weights = out.squeeze(0), None if weights is None else weights.squeeze(0)
         elif not self.batch_first:
@@ -197,10 +202,10 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _for_each_query(self, x: Tensor) -> Tensor:
         """Repeats keys or values (B, kv_heads, S, d_head) for all heads of queries: (B, heads, S, d_head)."""
-        shared = self.num_heads // x.shape[1]
+        queries_per_key = self.num_heads // x.shape[1]
         if torch.compiler.is_exporting():  # repeat_interleave would fix a dynamic length
-            return x[:, torch.arange(self.num_heads, device=x.device) // shared]
-        return x.repeat_interleave(shared, 1)
+            return x[:, torch.arange(self.num_heads, device=x.device) // queries_per_key]
+        return x.repeat_interleave(queries_per_key, 1)
 
     def _change(self, point: str, x: Tensor, padding: Tensor | None, kept: KeptTensors | None) -> Tensor:
         changes: tuple[Change, ...] = self.inside.get(point, ())
@@ -218,6 +223,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if self._parameters.get("sinks") is None:
             return F.softmax(scores, dim=-1)
         sinks = self.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        # A sink is the logit of one more key. It takes a share of the sum, but has no value, so its column is dropped.
         return F.softmax(torch.cat([scores, sinks], -1), dim=-1)[..., :-1]
 
     def _gated(self, joined: Tensor, x: Tensor) -> Tensor:
@@ -225,8 +231,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         if self.gate is None:
             return joined
         gate = torch.sigmoid(self.gate(x))
-        if gate.shape[-1] == joined.shape[-1]:
+        if gate.shape[-1] == joined.shape[-1]:  # one number per element
             return joined * gate
+        # one number per head
         return (joined.unflatten(-1, (self.num_heads, -1)) * gate.unsqueeze(-1)).flatten(-2)
 
     def _change_heads(self, point: str, x: Tensor, kept: KeptTensors | None) -> Tensor:
@@ -236,7 +243,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 joined = apply_changes(self, (change,), x.transpose(1, 2).flatten(-2), None, kept)
                 x = joined.unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
             else:
-                x = apply_changes(self, (change,), x, None)
+                x = apply_changes(self, (change,), x, None)  # without `kept`, which only changes of joined heads use
         return x
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -268,7 +275,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         need_weights: bool,
     ) -> tuple[Tensor | None, bool]:
         """Returns the mask that is added to the scores, (·, ·, T, S), and True if SDPA applies its own causal mask
-        instead."""
+        instead. `need_weights`: True if the scores are computed here, without SDPA."""
         queries, keys = q.shape[-2], k.shape[-2]
         if is_causal and key_padding_mask is None and not need_weights:
             return None, True
@@ -297,11 +304,11 @@ class MultiheadAttention(nn.MultiheadAttention):
 def _is_one(a: Tensor, b: Tensor) -> bool:
     """True if a and b are one tensor, or views of the same memory, as reentrant checkpoints make from one tensor."""
     if a is b or torch.compiler.is_compiling() or type(a) is not Tensor or type(b) is not Tensor:
-        return a is b
+        return a is b  # such tensors may have no memory to compare
     if (a.shape, a.dtype, a.device, a.layout) != (b.shape, b.dtype, b.device, b.layout) or a.layout != torch.strided:
         return False
     try:
-        return a.stride() == b.stride() and 0 != a.data_ptr() == b.data_ptr()
+        return a.stride() == b.stride() and 0 != a.data_ptr() == b.data_ptr()  # 0: no memory, as on meta
     except RuntimeError:  # tensors of torch.func's transformations have no memory
         return False
 

@@ -38,7 +38,7 @@ class Origin:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Origin":
         new, module = Origin(), self.holder()
-        if self.source() is not None:
+        if self.source() is not None:  # a copy of a copy follows the module that trains, too
             new.source, new.seen = self.source, self.seen
             self.source()._origin.copies.add(new)
         elif module is not None:
@@ -70,7 +70,7 @@ class Steered(nn.Module):
         origin = vars(self).get("_origin") or Origin()
         origin.holder = weakref.ref(self)
         vars(self)["_origin"] = origin
-        if _told not in self._load_state_dict_post_hooks.values():
+        if _told not in self._load_state_dict_post_hooks.values():  # a copy already has the hook
             self.register_load_state_dict_post_hook(_told)
 
     @torch.no_grad()
@@ -105,10 +105,10 @@ class Steered(nn.Module):
         for (_, buffer), source_buffer, now, before in zip(mine, theirs, _marks(mine), origin.seen, strict=True):
             weight_now, buffer_now = now
             weight_before, buffer_before = before.to(now.device)
-            must_copy = weight_now != weight_before
+            must_copy = weight_now != weight_before  # something wrote the weight; a bool on the device
             if buffer.is_floating_point():  # a buffer that was averaged as well keeps its average
                 must_copy &= buffer_now == buffer_before
-            elif not source._origin.has_trained:
+            elif not source._origin.has_trained:  # the source never moved its t: the copy's own stays
                 continue
             buffer.copy_(torch.where(must_copy.to(buffer.device), source_buffer.to(buffer.device), buffer))
         origin.seen = _marks(mine)
@@ -153,6 +153,7 @@ def _marks(steering: Steering) -> list[Tensor]:
     """Returns, for each pair, the sums of weight and buffer, (2,). A sum that differs later shows a changed tensor."""
     marks = []
     for weight, buffer in steering:
+        # MPS has no f64
         dtype = torch.float64 if weight.device.type != "mps" else torch.float32
         pair: list[Any] = [weight.detach(), buffer.detach()]
         local = [t.to_local() if hasattr(t, "to_local") else t for t in pair]

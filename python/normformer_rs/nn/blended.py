@@ -52,7 +52,7 @@ class RepBN(BatchNorm, norm="repbn", beside=("share", "start")):
         super().__init__(num_features, eps, alpha, device=device, dtype=dtype, **settings)
 
     def steering(self) -> Steering:
-        owner = self.share if self.weight is None else self.weight
+        owner = self.share if self.weight is None else self.weight  # an update that moves the statistics moves it
         return [(owner, getattr(self, buffer.name)) for buffer in self.declared.buffers]
 
     def _normed(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
@@ -127,7 +127,7 @@ class PRepBN(
 
     def steering(self) -> Steering:
         owner = next(self.watched())  # its updates move t, the last buffer
-        return [*super().steering()[:-1], (owner, self.t)]
+        return [*super().steering()[:-1], (owner, self.t)]  # [:-1]: RepBN pairs t with its own weight
 
     def counted_out(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
         if not self.training or not self.warm:

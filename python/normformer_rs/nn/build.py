@@ -27,9 +27,9 @@ def make(
     """Makes the norm or the parameter. `factory`: device and dtype. `bias`: True to learn the biases of norms."""
     if isinstance(what, Learned):
         shape: Any = what.shape
-        made = nn.Parameter(torch.empty(shape, **factory))
-        write(what, made)
-        return made
+        parameter = nn.Parameter(torch.empty(shape, **factory))
+        write(what, parameter)
+        return parameter
     assert what.width is not None
     last = what.last and place.stack == "decoder"
     where: dict[str, Any] = {"last_of_decoder": last, "ends_stack": what.ends_stack, "is_weighted": what.is_weighted}
@@ -77,11 +77,12 @@ def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, p
 @torch.no_grad()
 def reset(owner: nn.Module, items: Iterable[NormAt | Learned], part: int = 0) -> None:
     """Sets the declared norms and parameters to their initial values, with `install`'s draws."""
-    made: dict[NormAt | Learned, Any] = {what: getattr(owner, what.name) for what in items}
-    parameters = (one if isinstance(one, Tensor) else next(one.parameters(), None) for one in made.values())
-    device = next((one.device for one in parameters if one is not None), None)
+    owned: dict[NormAt | Learned, Any] = {what: getattr(owner, what.name) for what in items}
+    # one parameter of each: itself, or a norm's first
+    parameters = (one if isinstance(one, Tensor) else next(one.parameters(), None) for one in owned.values())
+    device = next((p.device for p in parameters if p is not None), None)
     with drawn_apart(device, part):
-        for what, one in made.items():
+        for what, one in owned.items():
             if isinstance(what, Learned):
                 write(what, one)
             else:

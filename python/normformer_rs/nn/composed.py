@@ -85,6 +85,7 @@ def build(entry: Mapping[str, Any]) -> type[RowNorm | RunningNorm]:
         bound = constructor.bind(self, *arguments, **options)
         bound.apply_defaults()
         del bound.arguments["self"]
+        # The norm's own options, which the base class does not take, become attributes.
         for name in [name for name in bound.arguments if name not in base_arguments]:
             setattr(self, name, bound.arguments.pop(name))
         base.__init__(self, **bound.arguments)

@@ -36,18 +36,20 @@ class Draw:
         compiled graphs operators' formulas read no seed. There x already has dropout, by the same mask, and the rate
         is 0."""
         where = self(p)
-        if where[1] is None or not (torch.compiler.is_compiling() or is_transformed()):
+        _, seed, site = where
+        if seed is None or not (torch.compiler.is_compiling() or is_transformed()):
             return x, where
-        if is_run_again() and not self.is_kept:
+        if is_run_again() and not self.is_kept:  # the backward graph must read this seed, not draw another
             self.seed, self.is_kept = OPS.kept_seed(self.seed), True
         a, cols = wide(x), x.shape[-1]
-        mask = OPS.dropout_mask(self.seed, x.numel() // max(cols, 1), cols, p, where[2])
-        return (a * mask.view(x.shape).to(a.dtype)).to(x.dtype), (0.0, None, where[2])
+        mask = OPS.dropout_mask(self.seed, x.numel() // max(cols, 1), cols, p, site)
+        return (a * mask.view(x.shape).to(a.dtype)).to(x.dtype), (0.0, None, site)
 
 
 def drop(x: Tensor, where: Where) -> Tensor:
-    """Returns x after dropout."""
-    return x if where[1] is None else OPS.residual(torch.zeros_like(x), x, None, None, None, None, 0.0, *where)[0]
+    """Returns x after dropout, as the residual step 0 + drop(x) of a stream of zeros."""
+    _, seed, _ = where
+    return x if seed is None else OPS.residual(torch.zeros_like(x), x, None, None, None, None, 0.0, *where)[0]
 
 
 def is_transformed() -> bool:
@@ -58,6 +60,7 @@ def is_transformed() -> bool:
 def is_plain(module: nn.Module, kind: type) -> bool:
     """True if the module is exactly of that class and has no hooks, so that a fused operator may replace its call."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    # A swap's subclass of a norm names in `computes_as` the class that it computes as.
     actual_kind = getattr(type(module), "computes_as", type(module))
     is_kind = actual_kind is kind and "forward" not in module.__dict__
     return is_kind and not hooks and not nn.modules.module._has_any_global_hook()
@@ -65,7 +68,7 @@ def is_plain(module: nn.Module, kind: type) -> bool:
 
 def rate(dropout: Any) -> float | None:
     """Returns p of a plain dropout, 0 in evaluation; None if the module itself must be called."""
-    if not is_plain(dropout, nn.Dropout) or dropout.p >= 1:
+    if not is_plain(dropout, nn.Dropout) or dropout.p >= 1:  # operators divide by 1 − p
         return None
     # Dynamo treats is_exporting() as true in torch.compile, too. So compiled graphs contain torch's dropout, unless the
     # backward graph may run it again with other numbers.

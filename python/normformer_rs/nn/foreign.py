@@ -69,7 +69,8 @@ def place_layers(layers: nn.Module | Iterable[nn.Module], *, init: bool) -> None
     place, draws = places[0], init and not first.keeps_torchs_values
     if needs_stack(place.declared):
         raise InputError(_between_layers(place))
-    if len(numbers) < n and "number" in (asks(place.config, place.stack, draws) or ""):
+    is_shared = len(numbers) < n  # one module stands at several places, and can hold only one number
+    if is_shared and "number" in (asks(place.config, place.stack, draws) or ""):
         raise InputError(
             f'residual "{place.config.residual}" asks for each layer\'s number, and of the {n} layers some are one '
             "module, with shared weights: choose a scheme that asks for the depth alone, such as deepnorm"
@@ -131,7 +132,7 @@ def _entries(layers: Any) -> Iterator[Any]:
 def _depths(layer: Any, n: int) -> dict[str, Any]:
     """Returns the depth options of a layer's configuration, for a stack of n layers."""
     config = layer.place.config
-    if len(layer.kinds) == 2:
+    if len(layer.kinds) == 2:  # an encoder's layer, without attention to another stack
         return layer._depths(n, config.decoder_layers if config.architecture == "encoder-decoder" else None)
     return layer._depths(config.encoder_layers if layer.knows_encoder else None, n)
 
@@ -146,6 +147,7 @@ def draw_xavier(model: nn.Module) -> None:
     parameters and the layers that have a scheme's values."""
     kept = {part for layer in model.modules() if _has_schemes_values(layer) for part in layer.modules()}
     drawn = (m for m in model.modules() if m not in kept and not getattr(m, "has_own_values", False))
+    # `fromkeys` draws a shared parameter once.
     for p in dict.fromkeys(p for module in drawn for p in module.parameters(recurse=False)):
         if p.dim() > 1:
             write_whole(p, nn.init.xavier_uniform_)
@@ -160,6 +162,7 @@ def refusal(place: Place, placed: str | None, draws: bool) -> str | None:
     its initial values are the scheme's."""
     is_single_layer = placed == "arguments" and place.depth == 1
     if not is_single_layer:
+        # Without a place the layer counts as number 0 of 1, where parts between layers would not show.
         declared = place.declared if placed is not None else _of_depth(place.config, place.stack, _DEPTH).declared
         if needs_stack(declared):  # in a stack of several layers, one may read tensors that another keeps
             return _between_layers(place)
@@ -185,9 +188,9 @@ def _between_layers(place: Place) -> str:
 
 def needs_stack(declared: SchemeSpec) -> bool:
     """True if the scheme has parts outside its layers, other than a norm at the end."""
-    others = declared.begin or declared.combine or declared.streams or declared.mixing
-    takes = any(layer.takes for layer in declared.layers)
-    return bool(others) or takes or any(change.kind != "norm" for change in declared.end)
+    joins_layers = bool(declared.begin or declared.combine or declared.streams or declared.mixing)
+    passes_tensors = any(layer.takes for layer in declared.layers)
+    return joins_layers or passes_tensors or any(change.kind != "norm" for change in declared.end)
 
 
 _DEPTH = 8
@@ -208,6 +211,7 @@ def asks(config: TransformerConfig, stack: str, draws: bool, only: int | None = 
     values = _first_values(first) if draws else []
     if draws and _first_values(first.at(_DEPTH - 1)) != values:
         return "the layer's number and the depth"
+    # All layers of one stack are alike here. Those of a stack of another depth may still differ.
     needs_depth = _described(alone, only) != description or (draws and _first_values(alone) != values)
     return "the depth" if needs_depth else None
 
@@ -231,6 +235,7 @@ def _sublayer(sublayer: Sublayer, place: Place) -> list[Any]:
     are built."""
     norms = [what for what in (*sublayer.around(), *sublayer.within()) if isinstance(what, NormAt)]
     alike = replaced(sublayer, lambda part: part._replace(last=False) if isinstance(part, NormAt) else part)
+    # A norm's repr shows the settings that `last` changes.
     with torch.random.fork_rng(devices=[]):  # the user's next draws must not depend on whether this ran before
         return [alike, [repr(make(norm, place, {"device": "meta"})) for norm in norms if place.stack == "decoder"]]
 
@@ -245,7 +250,7 @@ def _first_values(place: Place) -> list[Any]:
         for sublayer, matrices in enumerate(roles_of_sublayers):
             for roles in matrices:
                 torch.default_generator.manual_seed(0)  # torch.manual_seed would seed every GPU, too
-                weight = torch.empty(3 * len(roles), 3, dtype=torch.float64, device="cpu")
+                weight = torch.empty(3 * len(roles), 3, dtype=torch.float64, device="cpu")  # 3 rows for each role
                 _core.draw_linear(weight, roles, *where, sublayer)
                 values.append(weight.tolist())
     return values

@@ -110,7 +110,7 @@ def _inverse_rms(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def _mixes(streams: Tensor, weight: Tensor) -> Tensor:
-    """Returns φ vec(H)/√(mean H² + ε)."""
+    """Returns φ vec(H)/√(mean H² + ε) for streams H (…, n, d), with φ = `weight`."""
     flat = wide(streams.flatten(-2))
     return F.linear(flat, weight.to(flat.dtype)) * _inverse_rms(flat)
 
@@ -152,7 +152,7 @@ def hyper_connection(
         return x, (gates + eps).unsqueeze(-1).to(streams.dtype)
     logits = mixes[..., 2 * n :] * s[2] + b[2 * n :]
     into = sinkhorn(logits.unflatten(-1, (n, n)), iterations, eps).transpose(-2, -1)
-    return x, torch.cat([into, gates.unsqueeze(-1)], -1)
+    return x, torch.cat([into, gates.unsqueeze(-1)], -1)  # [Rᵀ, g], (…, n, n + 1)
 
 
 def permuted_connection(
@@ -187,9 +187,10 @@ def mean_permutation(shares: Tensor, n: int) -> Tensor:
     # In this order, all permutations that send 0 to j are neighbours. They form a chunk of (n − 1)! shares, which
     # permutes the other n − 1 numbers.
     chunks = shares.unflatten(-1, (n, -1))
-    others = mean_permutation(chunks, n - 1).unbind(-3)
-    none = torch.zeros_like(others[0][..., :1])
-    rest = sum(torch.cat([chunk[..., :j], none, chunk[..., j:]], -1) for j, chunk in enumerate(others))
+    smaller = mean_permutation(chunks, n - 1).unbind(-3)
+    zeros = torch.zeros_like(smaller[0][..., :1])
+    # Rows 1 to n − 1: in chunk j, column j belongs to row 0, so zeros are put in there. Row 0 has the chunks' sums.
+    rest = sum(torch.cat([mean[..., :j], zeros, mean[..., j:]], -1) for j, mean in enumerate(smaller))
     return torch.cat([chunks.sum(-1).unsqueeze(-2), rest], -2)  # type: ignore[list-item]
 
 
@@ -241,11 +242,13 @@ def channel_read(streams: Tensor, gain: Tensor, down: Tensor, up: Tensor) -> Ten
 
 
 def _normed_streams(streams: Tensor, gain: Tensor) -> Tensor:
+    """Returns vec(Ĥ), (…, n·d), as in `channel_read`."""
     h = wide(streams)
     return (h * _inverse_rms(h)).flatten(-2) * gain.to(h.dtype)
 
 
 def _read_by_channel(streams: Tensor, normed: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """Returns the x of `channel_read`; `normed` is vec(Ĥ)."""
     n = streams.shape[-2]
     low = F.silu(F.linear(normed, down.to(normed.dtype)) / n)
     shares = torch.sigmoid(F.linear(low, up.to(normed.dtype)))
@@ -265,7 +268,7 @@ def depth_attention(outputs: Sequence[Tensor], query: Tensor, gain: Tensor) -> T
     logits = []
     for v in outputs:
         a = wide(v)
-        key = query.to(a.dtype) * gain.to(a.dtype)
+        key = query.to(a.dtype) * gain.to(a.dtype)  # ⟨query, gain⊙v⟩ = ⟨query⊙gain, v⟩
         logits.append((a @ key).unsqueeze(-1) * _inverse_rms(a))
     return _weighted(outputs, torch.softmax(torch.cat(logits, -1), -1))
 
@@ -282,6 +285,7 @@ def normed_depth_attention(outputs: Sequence[Tensor], query: Tensor) -> Tensor:
     for v, scale in zip(outputs, scales):
         a = wide(v)
         logits.append(F.linear(a, queries.to(a.dtype)) * scale)  # (…, queries)
+    # The weights of the outputs v_i themselves: a_i times v_i's inverse root mean square.
     shares = torch.softmax(torch.stack(logits, -1), -1) * torch.cat(scales, -1).unsqueeze(-2)
     read = [_weighted(outputs, shares[..., i, :]) for i in range(len(queries))]
     return read[0] if query.dim() == 1 else torch.stack(read)

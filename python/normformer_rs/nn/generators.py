@@ -17,7 +17,7 @@ def drawn_apart(device: torch.device | str | None, *where: Any) -> Iterator[None
     generators = _generators(device)
     states = [generator.get_state() for generator in generators]
     text = b"".join(bytes(state.tolist()) for state in states) + repr(where).encode()
-    seed = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
+    seed = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")  # 7 bytes fit in an int64
     try:
         for generator in generators:
             generator.manual_seed(seed)

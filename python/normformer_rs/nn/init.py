@@ -34,10 +34,11 @@ def draw_linear(
     matrix stacks several roles (q, k and v), each has a block of rows and is drawn separately. `widths`: the blocks'
     numbers of rows; None if they are equal.
     """
-    where = (place.config.to_json(place.kinds), place.stack, place.layer, sublayer, place.kinds)
+    config = place.config.to_json(place.kinds)
+    where = (config, place.stack, place.layer, sublayer, place.kinds)
     sizes = [weight.shape[0]]
     groups: list[list[str]] = [[*roles]]  # Rust splits the rows evenly among the roles of one call
-    if widths is not None and len({*widths}) > 1:
+    if widths is not None and len({*widths}) > 1:  # uneven blocks need a call for each role
         sizes, groups = [*widths], [[role] for role in roles]
 
     def draw(t: Tensor) -> None:
@@ -46,7 +47,7 @@ def draw_linear(
 
     def draw_bias(t: Tensor) -> None:
         for block, group in zip(t.split(sizes), groups, strict=True):
-            _core.draw_bias(block, group, weight.shape[1], where[0])
+            _core.draw_bias(block, group, weight.shape[1], config)
 
     write_whole(weight, draw)
     if bias is not None:
@@ -87,7 +88,7 @@ def refuse_computed(layer: nn.Module) -> None:
     """Raises InputError for weights that initial values cannot reach: those of torch's older weight_norm,
     spectral_norm and pruning, which compute them before each forward, and of parametrisations without an inverse."""
     for module in layer.modules():
-        for name in module._parameters:
+        for name in module._parameters:  # weight_norm's weight_g, and weight_orig of spectral_norm and pruning
             weight = name.removesuffix("_g").removesuffix("_orig")
             if weight != name and weight not in module._parameters and hasattr(module, weight):
                 raise InputError(_computed(module, weight))
@@ -140,6 +141,7 @@ class FirstValues:
             type(linear).reset_parameters(linear)
             if drawn == "xavier":
                 nn.init.xavier_uniform_(linear.weight)
+        # This class is that of attention's out_proj, whose bias torch.nn's attention sets to 0.
         if isinstance(linear, NonDynamicallyQuantizableLinear) and linear.bias is not None:
             nn.init.zeros_(linear.bias)
 

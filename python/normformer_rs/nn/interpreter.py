@@ -37,25 +37,26 @@ def apply_changes(
 ) -> Tensor:
     """Returns x after the changes at one place, which may add to `kept`."""
     for change in changes:
-        made = getattr(owner, change.what.name) if isinstance(change.what, NormAt | Learned) else change.what
+        # the owner's norm or parameter; otherwise a constant, a name or a Mix
+        content = getattr(owner, change.what.name) if isinstance(change.what, NormAt | Learned) else change.what
         if change.kind == "norm":
-            x = apply_norm(made, x, padding_mask)
+            x = apply_norm(content, x, padding_mask)
         elif change.kind == "shift":
-            x = x - made.to(x.dtype)
+            x = x - content.to(x.dtype)
         elif change.kind == "scale":
-            x = x * made.to(x.dtype)
+            x = x * content.to(x.dtype)
         elif change.kind == "times":
-            x = x * made
+            x = x * content
         elif change.kind == "unit":
-            x = unit_rows(x, None, made)
+            x = unit_rows(x, None, content)
         elif change.kind == "damp_forward":
-            x = x - F.silu(made).to(x.dtype) * x.detach()
+            x = x - F.silu(content).to(x.dtype) * x.detach()
         elif change.kind == "keep":
-            _kept(kept)[made] = x
+            _kept(kept)[content] = x
         elif change.kind == "mix":
-            x = _times(owner, made.own, x) + _times(owner, made.kept, _find(_kept(kept), made.name, x))
+            x = _times(owner, content.own, x) + _times(owner, content.kept, _find(_kept(kept), content.name, x))
         else:  # head_scale
-            x = (x.unflatten(-1, (made.numel(), -1)) * made.to(x.dtype).unsqueeze(-1)).flatten(-2)
+            x = (x.unflatten(-1, (content.numel(), -1)) * content.to(x.dtype).unsqueeze(-1)).flatten(-2)
     return x
 
 
@@ -81,8 +82,8 @@ def _find(kept: KeptTensors, name: str, x: Tensor) -> Tensor:
 
 def _times(owner: nn.Module, factor: Gain, x: Tensor) -> Tensor:
     """Returns x times a declared gain of `owner`."""
-    made = gain(owner, factor, x, None)
-    return x if made is None else x * made.to(x.dtype)
+    multiplier = gain(owner, factor, x, None)
+    return x if multiplier is None else x * multiplier.to(x.dtype)
 
 
 class Streams(NamedTuple):
@@ -146,11 +147,11 @@ def close(
         f = f * sublayer.scale
     is_composed = torch.compiler.is_exporting() or is_distributed(x) or is_distributed(f)
     p = None if is_distributed(f) else rate(dropout)
-    if p is None:
+    if p is None:  # the dropout module itself must be called; nothing is left for the operator to drop
         f, p = dropout(f), 0.0
     if x.dtype in (torch.float64, torch.float16, torch.bfloat16) or f.dtype == torch.float64:
         f = f.to(x.dtype)  # the residual stream keeps its type
-    f, where = draw.drop(f, p)
+    f, where = draw.drop(f, p)  # (rate, seed, site) of the dropout that the operator still applies
     if sublayer.mixing is not None:
         f = drop(f, where).to(x.dtype)
         written = mixing.write(sublayer.mixing, (x, *streams.others), streams.unwritten, f)
@@ -168,6 +169,7 @@ def close(
     alpha, beta = gains(sublayer)
     if alpha is not None and owner.place.declared.is_profiled:
         profile_step(alpha, x, f if beta is None else f * beta.to(f.dtype), where)
+    # The norm to fuse: the only change of `after`, or, without an `after`, of the next sublayer's `before`.
     at = only_norm(sublayer.after) if sublayer.after else following
     norm: Any = None if at is None else getattr(owner, at.name)
     can_fuse = not is_composed and norm is not None and is_row_norm(norm) and norm.fuses(x)
@@ -175,9 +177,8 @@ def close(
         x_plus = apply_changes(owner, sublayer.after, add(x, alpha, beta), padding_mask, streams.kept)
         return Streams(x_plus, others, kept=streams.kept, outputs=streams.outputs)
     fused = getattr(OPS, norm.operator + "_residual")
-    dtype = x.dtype if sublayer.after else f.dtype
+    dtype = x.dtype if sublayer.after else f.dtype  # of N(x⁺), the stream itself or the next F's input
     x_plus, y, _ = fused(x, f, alpha, beta, *norm.parameters_in_use(x), *norm.own(x), *where, dtype)
-    # The norm belongs to this sublayer's `after`, or to the next one's `before`.
     x_plus, normed = (y, None) if sublayer.after else (x_plus, y)
     return Streams(x_plus, others, normed, kept=streams.kept, outputs=streams.outputs)
 

@@ -81,12 +81,13 @@ class Layer(Growing, Placeable):
                 raise InputError(
                     "decoder_norm is given, but the encoder stands alone: leave it out, or say decoder_layers"
                 )
-        if isinstance(activation, str) and activation in _ACTIVATIONS:
+        if isinstance(activation, str) and activation in _ACTIVATIONS:  # a function has no name in a configuration
             given["activation"] = activation
         config = configure(options, d_model=d_model, d_ff=dim_feedforward, heads=nhead, **given)
         if nhead < 1 or d_model % nhead:
             raise InputError(f"nhead must divide d_model, {d_model}; got {nhead}")
         _check_attention(config, options)
+        # An encoder that stands alone is a "decoder" here, because Rust calls a single stack decoder-only.
         is_encoder = "encoder_layers" in depths and len(self.kinds) == 2
         self.place = Place(config, "encoder" if is_encoder else "decoder", layer or 0)
         layer_number(self.place.layer, self.place.depth)
@@ -94,6 +95,7 @@ class Layer(Growing, Placeable):
         declared, factory = self.place.declared, {"device": device, "dtype": dtype}
 
         def rate_of(name: str) -> float:
+            """Returns a rate of the configuration; `dropout` where it has none."""
             value = getattr(config, name)
             return dropout if value is None else value
 
@@ -118,7 +120,7 @@ class Layer(Growing, Placeable):
         own_depth = encoder_layers if len(self.kinds) == 2 else decoder_layers
         if own_depth is None:
             self.placed = None
-        elif layer is None and own_depth > 1:
+        elif layer is None and own_depth > 1:  # in a stack of one layer, the number is known
             self.placed = "depth"
         else:
             self.placed = "arguments"
@@ -195,17 +197,17 @@ class Layer(Growing, Placeable):
         self.place = place
         self._enter_attentions()
         for part, (before, (owner, items)) in enumerate(zip(items_before, self._declared())):
-            for name in {item.name for item in before} - {item.name for item in items}:
+            for name in {item.name for item in before} - {item.name for item in items}:  # only the old place's
                 delattr(owner, name)
             missing = [item for item in items if item not in before]
             install(owner, missing, place, part, factory=factory, bias=self.has_norm_biases)
-        self.grow(None, device)
+        self.grow(None, device)  # the stack holds t
         self._set_linear_resets()
         self.placed, self.knows_encoder, self._refusal = "stack", True, None
 
     def take_place(self, place: Place) -> None:
         """Moves the layer to a place outside this package's stacks, with its weights and its own t."""
-        t, knows_encoder = self._buffers.get("t"), self.knows_encoder
+        t, knows_encoder = self._buffers.get("t"), self.knows_encoder  # `move` changes both, as for a stack's layer
         self.move(place)
         self.grow(place.declared.growth, self.linear1.weight.device)
         if self.growth is not None and t is not None:
@@ -225,6 +227,7 @@ class Layer(Growing, Placeable):
         """Completes a converted torch.nn layer: its children stay, including the norms that the scheme keeps."""
         self.place, self.is_torchs, self.keeps_torchs_values = place, False, True
         self.placed, self.knows_encoder, self._refusal = "stack", True, None
+        # torch.nn's norms come back below, in place of the scheme's new norms with the same names.
         norms = {name: self._modules.pop(name) for name in [*self._modules] if name.startswith("norm")}
         for name in self.attentions:
             if type(attention := getattr(self, name)) is nn.MultiheadAttention:
@@ -252,7 +255,7 @@ class Layer(Growing, Placeable):
     def draw(self) -> None:
         """Initialises the linear layers as `init` says, whatever their values were."""
         for linear, roles, i in self._linears():
-            if roles == ("output",):
+            if roles == ("output",):  # out_proj; the stacked matrix is drawn before it
                 attention: MultiheadAttention = getattr(self, self.attentions[i])
                 widths = getattr(attention, "widths", None)  # None: torch.nn's attention, with equal numbers of rows
                 draw_module(attention, ("query", "key", "value"), self.place, i, widths, prefix="in_proj_")
@@ -284,6 +287,7 @@ class Layer(Growing, Placeable):
             )
         draw, declared, sublayers = Draw(x.device), self.place.declared, self.place.sublayers
         spec = self.place.spec
+        # `others` has streams first, then one kept tensor for each name in `takes`.
         count = 0 if others is None else len(others) - len(spec.takes)  # the number of streams beside x
         streams = start(declared, x) if others is None else Streams(x, others[:count])
         kept: KeptTensors = dict(zip(spec.takes, others[count:], strict=True)) if others else {}
@@ -314,6 +318,7 @@ class Layer(Growing, Placeable):
         x, gate = change("input", x), self._modules.get("linear3")
         h = change("before_activation", self.linear1(x))  # (…, d_ff)
         p = rate(self.dropout)
+        # A fused operator computes dropout and ReLU. Gated activations are no ReLU.
         is_relu = self.activation is F.relu or (
             isinstance(self.activation, nn.Module) and is_plain(self.activation, nn.ReLU)
         )
@@ -354,7 +359,7 @@ def attended(layer: Layer, name: str, x: Tensor, memory: Tensor, kept: KeptTenso
     if memory is x and getattr(type(attention), "forward", None) is MultiheadAttention.forward:
         masks["is_self"] = True
     inputs = x.unbind() if reads_apart else (x, memory, memory)
-    if not any(map(passes, inside.values())):
+    if not any(map(passes, inside.values())):  # no change reads or writes `kept`
         return attention(*inputs, need_weights=False, **masks)[0]
     f, _, kept_after = attention(*inputs, need_weights=False, **masks, kept=kept)
     kept.update(kept_after)
@@ -373,7 +378,7 @@ def _check_other_attention(layer: Layer, name: str, attention: Any) -> tuple[Sub
     needs += [f"changes at {point}" for point in sublayer.inside]
     needs += ["another scale"] if layer.place.declared.attention is not None else []
     needs += ["inputs of their own for q, k and v"] if mixing.reads_apart(sublayer.mixing) else []
-    if wraps_ours:
+    if wraps_ours:  # then only kept tensors are out of its reach
         needs = [f"changes at {point}" for point, changes in sublayer.inside.items() if passes(changes)]
     if needs:
         raise InputError(
@@ -395,7 +400,7 @@ def _torchs_masks(
 ) -> dict[str, Any]:
     """Returns masks as torch.nn's layers pass them to attention: an encoder's as floats, a causal one as a tensor."""
     if is_causal and attn_mask is None:
-        time = 1 if x.dim() == 3 and getattr(attention, "batch_first", False) else 0
+        time = 1 if x.dim() == 3 and getattr(attention, "batch_first", False) else 0  # the dimension of positions
         attn_mask = torch.ones(x.shape[time], memory.shape[time], dtype=torch.bool, device=x.device).triu(1)
     masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
     if len(layer.kinds) == 2:  # an encoder's layer

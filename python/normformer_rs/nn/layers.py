@@ -75,9 +75,9 @@ class Residual(Growing):
         super().__init__()
         if kind not in KINDS:
             raise InputError(unknown("kind", kind, KINDS))
-        parts = ("positions", *ATTENTION, "attention_scale", "attention_multiplier")
+        attention_parts = ("positions", *ATTENTION, "attention_scale", "attention_multiplier")
         defaults = {field.name: field.default for field in TransformerConfig.FIELDS}
-        if refused := [name for name in parts if name in options and options[name] != defaults[name]]:
+        if refused := [name for name in attention_parts if name in options and options[name] != defaults[name]]:
             raise InputError(f"{refused[0]} is a part of a layer, and a Residual leaves F as it is: leave it out")
         depth = 1 if layers is None else layers
         depths = {"decoder_layers": depth} if kind != "cross-attention" else dict.fromkeys(_DEPTHS, depth)
@@ -85,6 +85,7 @@ class Residual(Growing):
         configured = {"norm": norm, "residual": scheme, "norm_eps": norm_eps, "architecture": architecture, **depths}
         config = configure(options, d_model=d_model, d_ff=d_model, heads=1, **configured)
         self.place = Place(config, "decoder", layer_number(layer or 0, depth))
+        # the kinds of the sublayers of one layer, in order
         names = ("self-attention", "feed-forward") if architecture == "decoder-only" else KINDS
         self.number = names.index(kind)
         self.declared = self.place.sublayers[self.number]
@@ -100,6 +101,7 @@ class Residual(Growing):
         self.is_told = layers is not None and (layer is not None or layers == 1)
         if not self.is_told:
             needed = asks(config, "decoder", draws=False, only=self.number) or ""
+            # Without `layers` both are unknown; with it, only the number.
             lacks_one = needed != "" if layers is None else "number" in needed
             if lacks_one:
                 raise InputError(

@@ -137,6 +137,7 @@ def _given_for(rows: torch.Size) -> Tensor | None:
     fitting = fitting or [mask.reshape(-1) for mask in masks if (mask.numel(),) == tuple(rows)]
     is_one = _is_one(fitting)
     if len(rows) > 1 and not torch.compiler.is_compiling():
-        outcome = 0 if is_one else 2 if fitting else 1
+        one_fits, none_fits, several_fit = range(3)  # the indices of `tally`
+        outcome = one_fits if is_one else several_fit if fitting else none_fits
         in_force.tally[outcome] += 1
     return fitting[0] if is_one else None

@@ -38,6 +38,7 @@ def begin(mixing: Mixing | None, x: Tensor) -> Tensor:
 
 def reads_apart(mixing: Mixing | None) -> bool:
     """True if q, k and v each have their own input: then `read` returns the three, stacked."""
+    # Only queries of attention over depth may have two dimensions: one query for each of q, k and v.
     return not isinstance(mixing, HyperConnection) and any(len(part.shape) == 2 for part in parts_of(mixing))
 
 
@@ -51,6 +52,7 @@ def read(mixing: Mixing | None, owner: nn.Module, tensors: Tensors) -> tuple[Ten
         if isinstance(mixing, HyperConnection):
             x, *unwritten = _gated(mixing.gates, tensors[0], *parameters)
             return x, tuple(unwritten)
+        # (query, gain), or a query alone
         attend: Any = formulas.depth_attention if len(parameters) == 2 else formulas.normed_depth_attention
         return attend(tensors, *parameters), ()
 

@@ -49,7 +49,7 @@ class RecomputedStatistics:
     def add(self, x: Tensor, mask: Tensor | None, stats: Tensor) -> None:
         """Keeps a forward's mask and statistics."""
         runs, look_ups = self._runs.setdefault(x.shape, []), self._found.get(x.shape)
-        if look_ups is None or look_ups.device != x.device:
+        if look_ups is None or look_ups.device != x.device:  # no run of this shape is known on this device
             runs.clear()
             look_ups = torch.zeros(0, device=x.device)
         runs.append(_Run(_sums(x), mask, stats))
@@ -69,7 +69,7 @@ class RecomputedStatistics:
         runs = self._runs.get(x.shape, [])
         if not runs or self._found[x.shape].device != x.device:
             return None
-        backward = torch._C._current_graph_task_id()
+        backward = torch._C._current_graph_task_id()  # another number for each backward pass
         self._finds = self._finds + 1 if backward == self._backward else 1
         self._backward = backward
         if self._finds > LIMIT:
@@ -80,7 +80,7 @@ class RecomputedStatistics:
         if len(runs) == 1:
             return runs[0].mask, runs[0].stats
         distance = (torch.stack([run.sums for run in runs]) - _sums(x)).abs().amax(-1)
-        if any(_is_same(run.mask, mask) for run in runs):
+        if any(_is_same(run.mask, mask) for run in runs):  # then runs with another mask cannot be the first run
             for i, run in enumerate(runs):
                 if not _is_same(run.mask, mask):
                     distance[i] = torch.inf
@@ -88,10 +88,11 @@ class RecomputedStatistics:
         # Only runs at the smallest distance count: first by look-ups, then by time.
         order = torch.where(distance == distance.min(), look_ups * len(runs) + latest_first, torch.inf)
         best = order.argmin(0, keepdim=True)
-        self._found[x.shape] = look_ups + (latest_first == len(runs) - best)
+        self._found[x.shape] = look_ups + (latest_first == len(runs) - best)  # adds 1 at index `best`
         masks = [run.mask for run in runs if run.mask is not None]
         if masks and len(masks) < len(runs):  # with a mask the graph differs, so the host must know which run it is
             return runs[int(best)].mask, runs[int(best)].stats
+        # `best` stays on the device and indexes stacked tensors there.
         return torch.stack(masks)[best][0] if masks else None, torch.stack([run.stats for run in runs])[best][0]
 
 
@@ -104,4 +105,4 @@ def _sums(x: Tensor) -> Tensor:
     """Returns weighted sums of x's columns, (d,). Each row has another weight, so that the order of rows counts."""
     rows = x.detach().reshape(-1, x.shape[-1])
     weights = torch.linspace(0.5, 1.5, len(rows), dtype=x.dtype, device=x.device) / max(len(rows), 1)
-    return (weights @ rows).nan_to_num()
+    return (weights @ rows).nan_to_num()  # a NaN would not equal itself

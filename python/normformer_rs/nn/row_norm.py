@@ -80,10 +80,11 @@ class RowNorm(Typed):
         options = {name: getattr(self, name) for name in self.declared.options}
         self.numbers_of = self.declared.numbers(self.width, options)
         for parameter in self.declared.parameters:
+            # A parameter with a number per feature has x's normed dimensions, however many these are.
             size = shape if parameter.shape == "width" else parameter.size(self.width, vars(self))
             empty = torch.empty(size, device=device, dtype=dtype)
             self.register_parameter(parameter.name, None if parameter.name in left_out else nn.Parameter(empty))
-        for name in {"weight", "bias"}.difference(self.names):
+        for name in {"weight", "bias"}.difference(self.names):  # every norm has both attributes
             self.register_parameter(name, None)
         self.reset_parameters()
 

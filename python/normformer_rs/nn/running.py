@@ -123,6 +123,7 @@ class RunningNorm(Steered, Typed):
         self.elementwise_affine = elementwise_affine
         for parameter in self.declared.parameters:
             is_affine, is_bias = parameter.shape == "width", parameter.name.endswith("bias")
+            # Single numbers, such as RepBN's share, are learned in any case.
             is_learned = (elementwise_affine or not is_affine) and (bias or not is_bias)
             size = parameter.size(num_features)
             p = nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if is_learned else None
@@ -177,7 +178,7 @@ class RunningNorm(Steered, Typed):
         mean square under the root. A class overrides this method if these are not its buffers."""
         first, second, _ = self.state()
         assert first is not None
-        if self._state[0] == "running_mean":
+        if self._state[0] == "running_mean":  # a norm that subtracts the mean; its second buffer is the variance
             assert second is not None
             return first, second
         return None, first
@@ -203,7 +204,7 @@ class RunningNorm(Steered, Typed):
         is_compiling, is_exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
         if not is_compiling and self._origin is not None:
             if self.training:
-                self._origin.trains()
+                self._origin.trains()  # the statistics are its own from now on, no copied ones
             else:
                 self.take_over()
         unsupported = None  # the kind of call for which the operator cannot update statistics
@@ -223,8 +224,9 @@ class RunningNorm(Steered, Typed):
             return self.completed(y, x, mask)
         if self.refused.device != x.device and not is_compiling:
             self._move_refused(x.device)
+        # None: refused batches are not counted
         refused = self.refused if self.refused.device == x.device and not is_exporting else None
-        first_run = None
+        first_run = None  # (mask, statistics) of the forward that checkpointing repeats now
         if self.training and not is_compiling and is_second_run():
             first_run = self._recomputed.find(x, padding_mask)
         mask, first_stats = (mask_for(x), None) if first_run is None else first_run

@@ -115,6 +115,7 @@ def _backward(dy: Any, x: Any, weight: Any, bias: Any, stats: Any, *own: Any) ->
     learned = [*affine, *(p for p in numbers if p is not None)]  # ε is a number and has no gradient
     ways = []
     for at in _places(x):
+        # A rank with some of the rows has a part of each parameter's gradient, which is a sum over rows.
         sums = [Partial() if at.is_shard() and p is not None else Replicate() for p in learned]
         ways.append(([at, *sums], [at, at, *affine, at, *numbers]))
     return ways

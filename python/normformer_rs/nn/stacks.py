@@ -45,6 +45,7 @@ class Sums(nn.Module):
         self.on_sums, self.skips_first = declared.on_sums, declared.skips_first
         self.first, self.weight = declared.weight, make(declared.weight, place, factory)
         vars(self)[LEARNED] = {"weight": declared.weight.sums_over}
+        # "combine.norms.3" becomes the key "3"
         self.norms = nn.ModuleDict({at.name.rsplit(".", 1)[1]: make(at, place, factory, bias) for at in declared.norms})
         mark_drawn(self)
 
@@ -104,6 +105,7 @@ class Stack(Growing):
         factory = {"device": weight.device, "dtype": weight.dtype}
         for i, layer in enumerate(self.layers.children()):  # fairseq's list skips layers when it is iterated
             layer.move(Place(config, stack, i))
+        # Without a named scheme, the stack ends as in torch.nn: with the given norm, or with none.
         self._extend(place, declared.end if not first.is_torchs else (), factory, first.has_norm_biases)
         for layer in self.layers.children():
             if not layer.keeps_torchs_values:
@@ -126,7 +128,7 @@ class Stack(Growing):
             with drawn_apart(factory["device"], "sums"):
                 self.combine = Sums(declared.combine, place, factory, bias)
         for change in end:
-            if change.kind != "norm" or self.norm is None:
+            if change.kind != "norm" or self.norm is None:  # a norm that the caller gave stays
                 install(self, parts_of(change), place, _END, factory=factory, bias=bias)
         streams = (at for at in declared.streams if at is not None)
         install(self, (*parts_of(declared.begin), *streams), place, _BEGIN, factory=factory, bias=bias)
@@ -158,9 +160,10 @@ class Stack(Growing):
         has_several = bool(self.streams) or self.mixing is not None or passes_kept
         if has_several or combine is not None:
             self._refuse_changed()
+        # From here, `others` has the streams beside x; a layer gets and returns kept tensors after them.
         x, others, *_ = start(self.place.declared, x) if has_several and self.place is not None else (x, ())
         for layer in self.layers:
-            x = x if combine is None else combine(x, outputs, padding_mask)
+            x = x if combine is None else combine(x, outputs, padding_mask)  # x is the last layer's output
             alpha_t = self.grown(layer.place.layer) if is_by_layer else alpha_t
             grown = {} if alpha_t is None else {"alpha_t": alpha_t}
             if has_several:
@@ -172,7 +175,7 @@ class Stack(Growing):
             else:
                 x = call(layer, x, **grown)
         x = x if combine is None else combine(x, outputs, padding_mask)
-        for at, s in zip(self.streams, others):
+        for at, s in zip(self.streams, others):  # s: a stream beside x; at: the norm at its end
             x = x + (s if at is None else apply_norm(getattr(self, at.name), s, padding_mask))
         x, _ = mixing.read(self.mixing, self, (x, *others))
         x = apply_changes(self, self.end, x, padding_mask, kept)
@@ -181,6 +184,7 @@ class Stack(Growing):
     def _refuse_changed(self) -> None:
         """Raises InputError if the layers are not those for which the scheme's parts between layers were made."""
         assert self.place is not None
+        # The number of each layer in the stack that it was made for. A layer without a place counts as unmoved.
         numbers = [getattr(getattr(layer, "place", None), "layer", i) for i, layer in enumerate(self.layers)]
         if numbers != [*range(self.place.depth)]:
             raise InputError(

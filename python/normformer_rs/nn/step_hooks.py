@@ -78,6 +78,7 @@ class Growing(Steered):
         source = origin.source() or self
         source_parameters = [*source.watched()]  # a copy's parameters may be frozen
         owner = first_trained(source_parameters) if any(p.requires_grad for p in source_parameters) else None
+        # The own parameter that corresponds to the owner. If all of the source is frozen, the first matrix.
         pairs = zip(own_parameters, source_parameters)
         counted = [own for own, p in pairs if p is owner or (owner is None and p.dim() > 1)]
         return [(own, self.t) for own in counted[:1]]
@@ -87,6 +88,7 @@ class Growing(Steered):
         # An average of several models has a floating-point t.
         if self.growth is not None and isinstance(t, Tensor) and t.is_floating_point() and not t.is_meta:
             whole = t.round()
+            # An average of equal numbers may have rounding errors: 1e-3, or 1e-6 of a t above 1000.
             if bool((t - whole).abs().max() > 1e-3 * max(1.0, t.abs().max().item() * 1e-3)):
                 raise InputError(
                     f"{prefix}t must be the number of an update, a whole number; got {t.tolist()}, an average of "
@@ -139,7 +141,8 @@ class Growing(Steered):
         self._watched = now
         if before is None:
             return
-        is_same_weight, is_same_t = before[0] == now[0], before[1] == now[1]
+        (weight_before, t_before), (weight_now, t_now) = before, now
+        is_same_weight, is_same_t = weight_before == weight_now, t_before == t_now
         if is_same_weight or not is_same_t:
             return
         self._unmoved += 1

@@ -38,7 +38,7 @@ def leaf(forward: Forward) -> Forward:
             if isinstance(x, Proxy):
                 tracer: Any = x.tracer
                 return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
-            if args and not hasattr(x, "__torch_function__"):
+            if args and not hasattr(x, "__torch_function__"):  # no stand-in for a tensor, either
                 name = f"{type(x).__module__}.{type(x).__name__}".removeprefix("builtins.")
                 raise TypeError(
                     f"{type(self).__name__} takes a torch.Tensor, got {name}: torch.as_tensor(x) makes one of arrays"

@@ -58,7 +58,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         read_parts: Any = getattr(module, "_parts", None)  # a Transformer of this package gets the roles from Rust
         if read_parts is not None:
             parts = read_parts()
-            vectors |= {id(p) for name, p in module.named_parameters() if parts[name][0] not in MATRICES}
+            roles = {name: role for name, (role, *_) in parts.items()}
+            vectors |= {id(p) for name, p in module.named_parameters() if roles[name] not in MATRICES}
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if id(p) not in vectors]
     others = [p for p in trained if id(p) in vectors]
@@ -110,6 +111,7 @@ def learned_gains(model: nn.Module) -> dict[str, nn.Parameter]:
         is_norm = isinstance(module, _NORMS) or (is_container and name.rpartition(".")[2] == "combine")
         is_scheme = isinstance(module, Growing | MultiheadAttention) or is_container
         for leaf, p in module.named_parameters(recurse=False):
+            # A layer's own vectors are its scheme's gains, except for biases.
             if is_norm or (is_scheme and p.dim() <= 1 and not leaf.endswith("bias")):
                 found[f"{name}.{leaf}".lstrip(".")] = p
     return found
@@ -163,6 +165,7 @@ def profile_at_first_forward(model: nn.Module) -> Callable[[], None]:
     def before(module: nn.Module, batch: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled() or is_profiling():
             return
+        # This is the outermost called module. It profiles for all modules inside, so their hooks go.
         inside = {*module.modules()}
         for hooked in inside & handles.keys():
             handles.pop(hooked).remove()
