@@ -108,7 +108,9 @@ def row(name: str) -> str | None:
             done.undo()
         except nfrs.InputError:
             counts.append("0")
-    whys = "; ".join(f"{', '.join(some) if len(some) < len(SWAPPABLE) else 'all'}: {why}" for why, some in reasons.items())
+    whys = "; ".join(
+        f"{', '.join(some) if len(some) < len(SWAPPABLE) else 'all'}: {why}" for why, some in reasons.items()
+    )
     cells = (name, LIBRARY[name] or "written here", shape, matrices.replace("|", "/"), str(taken), *counts, whys[:400])
     return "| " + " | ".join(cells) + " |"
 

@@ -57,6 +57,59 @@ def test_a_copy_of_a_blocks_residual_takes_its_place(scheme):
             torch.testing.assert_close(t, its.residual.state_dict()[name], msg=name)
 
 
+class Adapted(nn.Module):
+    """As PEFT wraps a linear layer for LoRA."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.base_layer = layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, layer.out_features, bias=False)})
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    @property
+    def bias(self):
+        return self.base_layer.bias
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+Adapted.__module__ = "peft.tuners.lora.layer"
+
+
+@pytest.mark.filterwarnings("ignore:swap_residuals to .* made modules that training changes")
+@pytest.mark.parametrize("scheme", ["hybridnorm", "olmo2", "value-residual", "sandwich"])
+def test_a_swap_with_adapters_computes_what_it_does_with_merged_ones(scheme):
+    """The norms of queries have a head's width in hybridnorm, though two matrices compute the queries."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    merged = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=30, **shape)).double().eval()
+    adapted, tokens = copy.deepcopy(merged), torch.randint(30, (2, 7))
+    for block, its in zip(adapted.model.layers, merged.model.layers):
+        for owner, other, name in (
+            (block.self_attn, its.self_attn, "q_proj"),
+            (block.self_attn, its.self_attn, "v_proj"),
+            (block.mlp, its.mlp, "down_proj"),
+        ):
+            layer = Adapted(getattr(owner, name)).double()
+            setattr(owner, name, layer)
+            with torch.no_grad():
+                getattr(other, name).weight.add_(layer.lora_B["default"].weight @ layer.lora_A["default"].weight)
+    for model in (adapted, merged):
+        done = swap_residuals(model, scheme, init=None, example={"input_ids": tokens})
+        assert "default" not in str(done)
+        for block in model.model.layers:
+            with torch.no_grad():
+                for i, p in enumerate(block.residual.parameters()):
+                    p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=p.dtype))
+    torch.testing.assert_close(adapted(tokens).logits, merged(tokens).logits, rtol=1e-9, atol=1e-12)
+
+
 def test_a_swap_in_a_model_with_adapters_says_what_their_files_leave_out():
     def adapted():
         model = hugging_face("gpt2")
