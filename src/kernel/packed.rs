@@ -122,8 +122,8 @@ multiversion! {
     /// few for a tile.
     #[inline(never)]
     fn multiply_panel[isa S][A: Accumulator](all: &mut PanelProduct<A>) {
-        // A tile has as many rows as the registers allow: 12 rows of two packs take 24 of 32 registers, 6 rows of one
-        // pack take 12 of AVX2's 16.
+        // A tile has as many rows as the registers allow. Each row has two packs of sums, each of one AVX-512 register
+        // (12 rows: 24 of 32 registers), or one pack in two AVX2 registers (6 rows: 12 of 16).
         let tallest = if is_wide::<S>() { 12 } else { 6 };
         for first in (0..all.rows).step_by(tallest) {
             macro_rules! of_height {

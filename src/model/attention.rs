@@ -109,6 +109,8 @@ impl Attention {
     /// Computes self-attention within each sentence.
     pub fn attend(&self, x: &Tensor, ranges: &Ranges, causal: bool, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let (x, stacked) = self.stacked(x, inside, ctx)?;
+        // If nothing changes q, k or v by themselves, one kernel reads them from the stacked projection. Otherwise `heads`
+        // gets them one by one, and measures the scores itself.
         if let (Ranges::Packed(table), true) = (ranges, self.stays_stacked(&stacked, inside, ctx)) {
             let part = |start| stacked.f_narrow(1, start, self.d);
             let (q, k) = (part(0)?, part(self.d)?);

@@ -217,6 +217,7 @@ impl BuiltChange {
             BuiltChange::Norm { width: own, .. } => *own != width,
             // A parameter that is not as wide as the row is a scalar or as wide as a head. Both fit a head's part.
             BuiltChange::Shift(p) | BuiltChange::Scale(p) => p.numel() as i64 != width,
+            // These treat every number of a row alike, and kept tensors hold whole rows.
             BuiltChange::Keep(_) | BuiltChange::Mix { .. } | BuiltChange::DampForward(_) => false,
             _ => true,
         }

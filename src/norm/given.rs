@@ -1,8 +1,8 @@
 //! A norm that a user declares in Python (python/normformer_rs/declarations/norm.py): y = f(x, parameters; options).
 //! f is a function of torch tensors, which the training loop calls through PyTorch's dispatcher.
 //!
-//! Each declaration is stored once and for the life of the process, so that it can be used like an entry of the
-//! table.
+//! Each declaration is stored once and for the life of the process, so that it is a `&'static Spec`, like those in the
+//! table of built-in norms.
 
 use super::operators::{OwnNorm, MOST};
 use super::spec::{DeclaredShape, Form, Numbers, Parameter, Quantity, Size, Spec, WEIGHT};

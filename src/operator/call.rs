@@ -147,13 +147,13 @@ impl Call {
         exactly(self.all())
     }
 
-    /// Returns all arguments, if their number depends on the declaration.
+    /// Returns all arguments, for operators whose number of arguments depends on what a user declares.
     pub fn all(&self) -> &[Value] {
         // SAFETY: C++ keeps the arguments until the call has ended.
         unsafe { self.arguments.get() }
     }
 
-    /// Returns all outputs, if their number depends on the declaration.
+    /// Returns all outputs, for operators whose number of outputs depends on what a user declares.
     pub fn all_outputs(&self) -> &[Value] {
         // SAFETY: see above.
         unsafe { self.outputs.get() }

@@ -106,7 +106,9 @@ fn stack(place: &LayerContext) -> StackSpec {
     }
 }
 
-/// Returns the mixing of a sublayer, or of the stack's end. `name` makes a parameter's full name from its stem.
+/// Returns the mixing of a sublayer, or of the stack's end. `name` makes a parameter's full name from its stem. The
+/// biases set the initial weights: p with which the n streams are read, g with which F(x) is written to them, and R, which
+/// mixes them.
 fn connection(place: &LayerContext, is_end: bool, name: impl Fn(&str) -> String) -> Mixing {
     let options = place.options;
     let (n, d, magnitude) = (options.get(&STREAMS), place.model.d_model, options.get(&MAGNITUDE));

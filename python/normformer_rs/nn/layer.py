@@ -318,15 +318,16 @@ class Layer(Growing, Placeable):
         x, gate = change("input", x), self._modules.get("linear3")
         h = change("before_activation", self.linear1(x))  # (…, d_ff)
         p = rate(self.dropout)
-        # A fused operator computes dropout and ReLU. Gated activations are no ReLU.
         is_relu = self.activation is F.relu or (
             isinstance(self.activation, nn.Module) and is_plain(self.activation, nn.ReLU)
         )
-        if is_relu and p is not None and not is_distributed(h):
+        # one operator computes dropout and ReLU
+        if is_relu and gate is None and p is not None and not is_distributed(h):
             h, where = draw.drop(h, p)  # dropout's factors are not negative, so they may come before the ReLU
             h = OPS.relu_dropout(h, *where)
         else:
             h = self.activation(h) if gate is None else self.activation(h) * gate(x)
+            # a recomputation must drop what the first run dropped
             h = draw.drop(h, p)[0] if p and is_run_again() else self.dropout(h)
         return self.linear2(change("after_activation", h))
 

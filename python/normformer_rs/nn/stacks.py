@@ -147,8 +147,8 @@ class Stack(Growing):
         self.reset_growth()
 
     def _run(self, x: Tensor, call: Callable[..., Any], padding_mask: Tensor | None) -> Tensor:
-        """Runs x through the layers. Each layer gets α_t if the scheme grows, the streams beside x if there are any,
-        and the tensors that earlier layers have kept for it."""
+        """Runs x through the layers. Each layer gets α_t, if the scheme has a factor that grows during training; the
+        other residual streams, if the scheme has several; and the tensors that earlier layers have kept for it."""
         begin_stack()
         kept: KeptTensors = {}
         x = apply_changes(self, self.begin, x, padding_mask, kept)

@@ -130,8 +130,8 @@ def raw_gradients(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def gains(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Returns the learned g of each ScaleNorm, in series by place. The columns are the largest g, and that of the
-    decoder's final norm."""
+    """Returns the learned g of the ScaleNorms: for each kind of sublayer a series over the layers. The table gets two
+    columns: the largest g of all, and the g of the decoder's final norm."""
     series = observations.gains(run.output, _checkpoint(run, scale))
     largest = max(g for found in series.values() for g in found)
     return Measured({"largest_gain": round(largest, 3), "final_gain": round(series["gain-final"][0], 3)}, series)

@@ -61,7 +61,7 @@ def stored(results: Results) -> list[tuple[Row, dict[str, str]]]:
     with other options are left out."""
     rows = []
     for row in results.scale.rows:
-        # The seeds in the table, as numbers from the row's first seed.
+        # The table's seeds, as offsets from the row's first seed.
         numbers = sorted({_seed(results, line) - row.seed for line in results.rows})
         for number in numbers:
             if number >= 0 and (columns := results.find(row.seeded(number))) is not None:

@@ -279,7 +279,7 @@ def _run_of_twin(model: nn.Module, blocks: list[nn.Module], example: Any) -> tup
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else torch.zeros_like(buffer, device="cpu")
     inside = {block: twin.get_submodule(names[block]) for block in blocks}
-    with _OneRow():
+    with _OneRow():  # linear layers then never copy a whole matrix
         found, why = _run(twin, [*inside.values()], example)
     if found is not None:
         own = {twin.get_submodule(name): module for module, name in names.items()}  # the copy's module → the model's

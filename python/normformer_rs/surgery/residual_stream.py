@@ -207,9 +207,10 @@ def _added(args: Any, kwargs: Any) -> tuple[Stream, Tensor] | None:
     streams = [a for a in args if isinstance(a, Stream)]
     # alpha multiplies the second operand
     alpha = kwargs.get("alpha", 1)
+    # the trial run found additions that read the stream without writing it, such as one inside a branch
     if len(streams) != 1 or streams[0].under_way.only_reads(streams[0].written):
         return None
-    is_broadcast = args[0].shape != args[1].shape
+    is_broadcast = args[0].shape != args[1].shape  # a branch has the stream's shape
     if is_broadcast or (alpha != 1 and args[1] is streams[0]):
         return None
     f = args[1] if args[0] is streams[0] else args[0]
