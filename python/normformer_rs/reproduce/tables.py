@@ -109,8 +109,8 @@ def paired(
     values: Sequence[tuple[float | None, float | None]], column: Column, p: float | None = None
 ) -> Compared | None:
     """Returns the comparison of a row with its baseline, or None if there is nothing to compare. `values` holds both
-    values for each seed, with None for a failed run; `p` is the bootstrap's p if there is only one seed. In the words of
-    a test, `{:.3f}` is the place for its p, which `holm` fills in after the correction."""
+    values for each seed, with None for a failed run; `p` is the bootstrap's p if there is only one seed. The words
+    of a test have a place for its p, `{:.3f}`, which `holm` fills in after the correction."""
     differences = [own - other for own, other in values if own is not None and other is not None]
     if failed := len(values) - len(differences):
         return Compared(is_better=False, p=1.0, words=f"not compared: {failed} of {len(values)} pairs failed")
