@@ -18,8 +18,8 @@ class Saved(nn.Module):
         self.original_module = module.requires_grad_(False)
         self.modules_to_save = nn.ModuleDict({"default": copy.deepcopy(module).requires_grad_(True)})
 
-    def forward(self, *args):
-        return self.modules_to_save["default"](*args)
+    def forward(self, *args, **options):
+        return self.modules_to_save["default"](*args, **options)
 
     def __getattr__(self, name):
         try:
@@ -108,6 +108,21 @@ def test_a_swap_with_adapters_computes_what_it_does_with_merged_ones(scheme):
                 for i, p in enumerate(block.residual.parameters()):
                     p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=p.dtype))
     torch.testing.assert_close(adapted(tokens).logits, merged(tokens).logits, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:swap_residuals to .* made modules that training changes")
+@pytest.mark.parametrize("part", ["mlp", "self_attn"])
+def test_the_layers_in_a_wrapped_part_stay_apart(part):
+    """PEFT's modules_to_save may name a whole feed-forward or attention."""
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=30, **shape))
+    for block in model.model.layers:
+        setattr(block, part, Saved(getattr(block, part)))
+    for scheme in ("deepnorm", "hybridnorm", "value-residual"):
+        done = swap_residuals(model, scheme, init="scheme", example={"input_ids": torch.randint(30, (2, 7))})
+        assert "q_proj (query, 4 heads), k_proj (key, 4 heads)" in str(done) and "gate_proj (fc1), up_proj" in str(done)
+        done.undo()
 
 
 def test_a_swap_in_a_model_with_adapters_says_what_their_files_leave_out():

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -226,16 +227,19 @@ def test_auto_classes_load_a_swapped_model_or_refuse_it(tmp_path):
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("written", ["transformers", "by its owner"])
+@pytest.mark.parametrize("written", ["transformers", "by its owner", "into the template"])
 def test_a_swapped_model_is_published_with_its_card(written, monkeypatch):
     """transformers writes a card of its own over that of `save_pretrained`, unless the repository has one."""
     hub, pushed = transformers.utils.hub, {}
     card = hub.ModelCard("---\nlicense: mit\n---\nmy own")
-    if written == "transformers":
+    if written != "by its owner":
         card = hub.ModelCard.from_template(
             hub.ModelCardData(library_name="transformers", tags=["mine"]),
             model_description="This model card has been automatically generated.",
         )
+    if written == "into the template":
+        card = hub.ModelCard(str(card).replace("## Training Details", "## Training Details\n\nmy own", 1))
+        assert "my own" in card.text
 
     def upload(self, folder, repo_id, **options):
         pushed[repo_id] = {path.name: path.read_text() for path in Path(folder).glob("*.[mj]*")}
@@ -247,6 +251,8 @@ def test_a_swapped_model_is_published_with_its_card(written, monkeypatch):
     stock = dict(vars(model))
     done = swap_norms(model, "scalenorm")
     copy.deepcopy(model).push_to_hub("me/swapped")
+    gone = weakref.ref(copy.deepcopy(model))
+    assert gone() is None  # no cycle keeps it
     files = pushed["me/swapped"]
     assert json.loads(files["config.json"])["model_type"] == "normformer_rs"
     if written == "transformers":

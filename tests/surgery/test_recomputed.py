@@ -143,16 +143,24 @@ def test_a_list_that_runs_once_for_each_layer_has_no_end():
         assert compare("ALBERT", scheme) is None
 
 
-@pytest.mark.parametrize("name", ["two texts", "two texts, one loop", "two texts, one block"])
+@pytest.mark.parametrize("name", ["two texts", "two texts, two lists", "two texts, one loop", "two texts, one block"])
 def test_an_encoder_of_two_texts_has_the_depth_of_one(name):
     model, inputs = build(name)
     swap(model, "deepnorm", inputs)
     depths = {m.place.depth for m in model.modules() if isinstance(m, BlockResidual)}
     assert depths == {1 if "one block" in name else 3}
     assert max(compare(name, "deepnorm")) < ERROR
+    assert len({m for m in model.modules() if isinstance(m, StackResidual)}) == 1
+    assert "one" not in name or compare(name, "admin") is None  # the second text would set its gains anew
     for scheme in ("peri-ln", "denseformer", "mhc"):  # they have a begin, an end, or streams
         found = compare(name, scheme)
         assert found is None if "one" in name else max(found) < ERROR, scheme
+
+
+def test_a_block_that_runs_more_often_on_one_text_is_refused():
+    model, inputs = build("two texts, uneven")
+    with pytest.raises(InputError, match="4 calls in one run belong to 2 passes of different lengths"):
+        swap(model, "deepnorm", inputs)
 
 
 def test_a_stream_added_to_its_branch_in_place():

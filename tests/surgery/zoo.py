@@ -699,12 +699,38 @@ def stack(block, **options):
 class TwoTexts(nn.Module):
     """An encoder that reads two texts, one after the other."""
 
-    def __init__(self):
+    def __init__(self, make):
         super().__init__()
-        self.encoder = Stack(NanoGPT)
+        self.encoder = make()
 
     def forward(self, tokens):
         return self.encoder(tokens) * self.encoder(tokens.flip(1)).sin()
+
+
+class TwoLists(Stack):
+    """The blocks are in two lists, one after the other."""
+
+    def __init__(self):
+        super().__init__(NanoGPT)
+        self.layers, self.upper = self.layers[:2], self.layers[2:]
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in (*self.layers, *self.upper):
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class UnevenTexts(Stack):
+    """One block, which runs three times on a text and once on another."""
+
+    def __init__(self):
+        super().__init__(NanoGPT)
+        self.layers = self.layers[:1]
+
+    def forward(self, tokens):
+        block, x, z = self.layers[0], self.embed(tokens), self.embed(tokens.flip(1))
+        return self.head(self.norm(block(block(block(x)))) * self.norm(block(z)).sin())
 
 
 class RunsTwice(nn.Module):
@@ -1647,7 +1673,9 @@ ASIDE = {
     "fused-norm-like": own(partial(PreLastStack, PreLast), "prenorm, blocks hand on two tensors"),
     "U-Net-like": own(UNet, "prenorm"),
     "checkpointed": own(stack(Checkpointed), "prenorm"),
-    "two texts": own(TwoTexts, "prenorm"),
+    "two texts": own(partial(TwoTexts, stack(NanoGPT)), "prenorm"),
+    "two texts, two lists": own(partial(TwoTexts, TwoLists), "prenorm"),
+    "two texts, uneven": own(UnevenTexts, "prenorm"),
     "one block, run twice": own(RunsTwice, "prenorm"),
     "two texts, one loop": own(partial(TwoTextsInOneLoop, LAYERS), "prenorm"),
     "two texts, one block": own(partial(TwoTextsInOneLoop, 1), "prenorm"),

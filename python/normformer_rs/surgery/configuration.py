@@ -202,22 +202,34 @@ def _loader(auto: Any, stock: Any) -> Any:
 
 UPLOAD = "_upload_modified_files"
 """The method with which transformers' `push_to_hub` uploads a folder that it has filled."""
-_GENERIC = "has been automatically generated"
-"""These words stand in the card that transformers makes for a repository without one."""
 
 
-def upload(model: Any, working_dir: Any, *args: Any, **options: Any) -> Any:
-    """Stands in for a swapped model's UPLOAD: exchanges the card that transformers made for the model's own, with the
-    same tags. A card that was in the repository stays."""
-    file, text = Path(working_dir, "README.md"), model.config.card() if isinstance(model.config, Swapped) else None
-    if text is not None and file.exists() and _GENERIC in (made := file.read_text(encoding="utf-8")):
+def upload(kind: Any, working_dir: Any, *args: Any, **options: Any) -> Any:
+    """Stands in for UPLOAD of a swapped model of the class `kind`: replaces the card that transformers has just made by
+    the model's own, with the same tags. A card from the repository stays, unless it is transformers' as well."""
+    config, file = Path(working_dir, "config.json"), Path(working_dir, "README.md")
+    stock = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    if stock.get("model_type") == KEY and file.exists():
         from huggingface_hub import ModelCard
 
-        card, tags = ModelCard(text), ModelCard(made).data.to_dict().get("tags") or []
-        data: Any = card.data
-        data.tags = [*dict.fromkeys([*data.tags, *tags])]
-        card.save(file)
-    return getattr(type(model), UPLOAD)(model, working_dir, *args, **options)
+        made = ModelCard(file.read_text(encoding="utf-8"))
+        if _is_generic(made):
+            card = ModelCard(model_card(stock_config(stock, working_dir)))
+            data: Any = card.data
+            data.tags = [*dict.fromkeys([*data.tags, *(made.data.to_dict().get("tags") or [])])]
+            card.save(file)
+    # The method reads no attribute of its model. To keep the model here would delay the release of its memory.
+    return getattr(kind, UPLOAD)(kind.__new__(kind), working_dir, *args, **options)
+
+
+def _is_generic(card: Any) -> bool:
+    """Returns whether a card is transformers' template with nothing in it but one sentence of description and tags."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    before, after = ModelCard.from_template(ModelCardData(), model_description="DESCRIPTION").text.split("DESCRIPTION")
+    is_template = card.text.startswith(before) and card.text.endswith(after)
+    description = card.text.removeprefix(before).removesuffix(after)
+    return is_template and "\n" not in description.strip() and {*card.data.to_dict()} <= {"library_name", "tags"}
 
 
 def model_card(stock: Mapping[str, Any]) -> str:

@@ -184,20 +184,22 @@ def _joined(model: nn.Module, groups: list[Group], found: Record) -> list[Group]
             holder=holder,
             depth=before.depth + group.depth,
             end=group.end,
+            runs=found.runs.get(holder, 1),
         )
     return joined
 
 
 def _follows(group: Group, before: Group, found: Record) -> bool:
     """Returns whether the first block of `group` reads the output of the last block of `before`, and the two blocks
-    have as many sublayers, the same width, and are each called once."""
+    have as many sublayers, the same width, and are each called once in a pass."""
     last, first = before.blocks[-1], group.blocks[0]
     if not {last, first} <= found.calls.keys() or any(block not in STRUCTURES for block in (last, first)):
         return False
     ends, begins = STRUCTURES[last], STRUCTURES[first]
     are_alike = (len(ends.parts), ends.width) == (len(begins.parts), begins.width)
     are_called_once = ends.calls == begins.calls == 1
-    return are_alike and are_called_once and found.calls[last][-1].y == found.calls[first][0].x
+    outputs, inputs = [call.y for call in found.calls[last]], [call.x for call in found.calls[first]]
+    return are_alike and are_called_once and outputs == inputs
 
 
 def none_found(model: nn.Module, unknown: Unknown) -> InputError:

@@ -44,7 +44,7 @@ def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str,
     for module in model.modules():
         if hasattr(type(module), UPLOAD) and UPLOAD not in vars(module):
             edits.afterwards(functools.partial(vars(module).pop, UPLOAD, None))
-            vars(module)[UPLOAD] = functools.partial(upload, module)
+            vars(module)[UPLOAD] = functools.partial(upload, type(module))
     # a swap that keeps the model's function marks only the model's own configuration
     keeps = how is not None and keeps_function({"swaps": [how]})
     for whole in () if keeps else _wholes(model):

@@ -121,9 +121,10 @@ def _refuse_shared(group: Group, place: Place, to: Any) -> None:
     passes = max(structure_of(block).passes for block in group.blocks)
     # whether the scheme does more after the last layer than the norm that the model has there
     own_end = any(change.kind != "norm" or group.end is None for change in place.declared.end)
-    if group.runs != passes and (place.declared.begin or own_end or StackResidual.carries_more(place)):
+    by_pass = place.declared.begin or own_end or StackResidual.carries_more(place) or place.declared.is_profiled
+    if group.runs != passes and by_pass:
         raise InputError(
-            f"{to} computes something before its first layer, after its last one, or from one layer to another. The "
+            f"{to} does something before its first layer, after its last one, or from one layer to another. The "
             f"model calls the module around {group.path} {group.runs} times for {passes} passes of its residual "
             "stream, so that a call does not show where a pass begins and ends: choose a scheme that has x alone, such "
             "as deepnorm"

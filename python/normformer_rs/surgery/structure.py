@@ -125,11 +125,16 @@ def structure(block: nn.Module, found: Record, roles: Roles) -> Structure:
     structures = [_Reader(block, found, call, roles).structure() for call in calls]
     if any(one.parts != structures[0].parts for one in structures):
         raise Unaccounted(f"its {len(calls)} calls in one pass compute different things")
-    # a call begins another pass if its input is not computed from the preceding call's output
-    passes = 1 + sum(not found.derives(after.x, before.y) for before, after in itertools.pairwise(calls))
-    if len(calls) % passes:
-        raise Unaccounted(f"its {len(calls)} calls in one run belong to {passes} passes of different lengths")
-    return structures[0]._replace(calls=len(calls) // passes, passes=passes)
+    lengths = [1]  # of the passes, in calls
+    for before, after in itertools.pairwise(calls):
+        # a call begins another pass if its input is not computed from the preceding call's output
+        if found.derives(after.x, before.y):
+            lengths[-1] += 1
+        else:
+            lengths.append(1)
+    if len({*lengths}) > 1:
+        raise Unaccounted(f"its {len(calls)} calls in one run belong to {len(lengths)} passes of different lengths")
+    return structures[0]._replace(calls=lengths[0], passes=len(lengths))
 
 
 def writers(block: nn.Module, found: Record) -> Iterator[tuple[Owner, set[Owner]]]:
@@ -553,11 +558,17 @@ class _Reader:
     def _without_adapters(self, path: str) -> str:
         """Returns the path of the layer that PEFT's adapter wraps if the linear layer at `path` is part of an adapter,
         else `path`."""
-        names = path.split(".")
-        for i in range(1, len(names)):
-            above = ".".join(names[:i])
-            if type(self.block.get_submodule(above)).__module__.startswith("peft."):
-                return above
+
+        def is_pefts(path: str) -> bool:
+            return type(self.block.get_submodule(path)).__module__.startswith("peft.")
+
+        above = path.rpartition(".")[0]
+        wrapper = above.rpartition(".")[0]
+        # an adapter's layers stand in a dictionary of the module that wraps the layer
+        if isinstance(self.block.get_submodule(above), nn.ModuleDict) and is_pefts(wrapper):
+            path = wrapper if hasattr(self.block.get_submodule(wrapper), "base_layer") else path
+        while is_pefts(path.rpartition(".")[0]):
+            path = path.rpartition(".")[0]
         return path
 
     def matrices(self, nodes: list[Node]) -> list[tuple[str, Owner]]:
