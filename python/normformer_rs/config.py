@@ -92,7 +92,7 @@ class Field(NamedTuple):
             raise InputError(f"{self.name} must lie between {least} and {most}; got {value}{otherwise}")
         if self.kind == "str":
             value = readable(self.name, value)
-        # Of `choice*layers,…,choice` only the choices are checked here.
+        # In a mixture by layers, `choice*layers,…,choice`, only the choices are checked here.
         words = [part.partition("*")[0] for part in value.split(",")] if self.per_layer else [value]
         for word in words if self.choices else ():
             if word not in self.choices:

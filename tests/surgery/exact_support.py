@@ -5,6 +5,7 @@ import contextlib
 import torch
 from block_models import FAMILIES, inputs
 from block_models import build as first_values
+from surgery_support import Wrapped
 from torch import nn
 
 import normformer_rs as nfrs
@@ -165,25 +166,16 @@ class Normed(nfrs.Scheme):
         return nfrs.schemes.StackSpec(end=nfrs.schemes.norm())
 
 
-class Lora(nn.Module):
-    """peft's way: a module around the linear layer, which shows its weight."""
+class Lora(Wrapped):
+    """peft's way: a module around the linear layer."""
 
     def __init__(self, base):
-        super().__init__()
-        self.base_layer = base
+        super().__init__(base)
         self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
         self.double().eval()
 
-    @property
-    def weight(self):
-        return self.base_layer.weight
-
-    @property
-    def bias(self):
-        return self.base_layer.bias
-
     def forward(self, x):
-        return self.base_layer(x) + self.up(self.down(x))
+        return super().forward(x) + self.up(self.down(x))
 
 
 class OwnLinear(nn.Linear):

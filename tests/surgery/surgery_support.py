@@ -128,3 +128,22 @@ def assert_same(a, b):
     assert list(a) == list(b)
     for name in a:
         assert a[name][0] == b[name][0] and torch.equal(a[name][1], b[name][1]), name
+
+
+class Wrapped(nn.Module):
+    """As adapters wrap a linear layer: a module around it, which shows its weight and bias."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    @property
+    def bias(self):
+        return self.base_layer.bias
+
+    def forward(self, x):
+        return self.base_layer(x)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from surgery_support import hugging_face, run
+from surgery_support import Wrapped, hugging_face, run
 from torch import nn
 
 from normformer_rs.surgery import swap_norms, swap_residuals
@@ -57,25 +57,16 @@ def test_a_copy_of_a_blocks_residual_takes_its_place(scheme):
             torch.testing.assert_close(t, its.residual.state_dict()[name], msg=name)
 
 
-class Adapted(nn.Module):
+class Adapted(Wrapped):
     """As PEFT wraps a linear layer for LoRA."""
 
     def __init__(self, layer):
-        super().__init__()
-        self.base_layer = layer
+        super().__init__(layer)
         self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, 2, bias=False)})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(2, layer.out_features, bias=False)})
 
-    @property
-    def weight(self):
-        return self.base_layer.weight
-
-    @property
-    def bias(self):
-        return self.base_layer.bias
-
     def forward(self, x):
-        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+        return super().forward(x) + self.lora_B["default"](self.lora_A["default"](x))
 
 
 Adapted.__module__ = "peft.tuners.lora.layer"

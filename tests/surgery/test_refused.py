@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from surgery_support import HEADS, D, assert_same, hugging_face, state_of
+from surgery_support import HEADS, D, Wrapped, assert_same, hugging_face, state_of
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -56,23 +56,8 @@ class Quantized(nn.Parameter):
     """As torchao has them: a linear layer's weight is another tensor."""
 
 
-class LoraLinear(nn.Module):
+class LoraLinear(Wrapped):
     """As PEFT has them."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base_layer = base
-
-    @property
-    def weight(self):
-        return self.base_layer.weight
-
-    @property
-    def bias(self):
-        return self.base_layer.bias
-
-    def forward(self, x):
-        return self.base_layer(x)
 
 
 LoraLinear.__module__, LoraLinear.__name__, LoraLinear.__qualname__ = "peft.tuners.lora.layer", "Linear", "Linear"

@@ -311,7 +311,7 @@ class RunsAgain(nn.Module):
 def test_a_stack_that_reads_its_own_output_has_no_end():
     """Its call does not show whether it is the last one."""
     for scheme in ("peri-ln", "resi-dual", "denseformer", "mhc"):
-        with pytest.raises(InputError, match=r"layers differently|around stack\.blocks 2 times for 1 passes"):
+        with pytest.raises(InputError, match=r"layers differently|around stack\.blocks 2 times for 1 pass of"):
             swap_residuals(RunsAgain(), scheme, init=None, example=input_().detach().float())
     swap_residuals(RunsAgain(), "deepnorm", init=None, example=input_().detach().float())
 

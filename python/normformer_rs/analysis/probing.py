@@ -281,7 +281,7 @@ class Probe:
         self._put(name, "layer", "rank", _effective_rank(y.detach().double()))
 
     def _attended(self, logits: Iterator[Tensor]) -> None:
-        """Measures an attention from its logits, of which each part has some of the queries."""
+        """Measures an attention from its logits, which come in parts, each for some of the queries."""
         if not self._within:
             return
         name, layer = self._layers[self._within[-1]]

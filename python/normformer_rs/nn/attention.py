@@ -128,9 +128,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_self: bool = False,
     ) -> Any:
         """Returns (output, weights or None). Weights are (B, T, S), or (B, heads, T, S) with
-        average_attn_weights=False. `is_self`: True if query, key and value were one tensor, of which a wrapper's hooks
-        may have made three. `kept`: the tensors that earlier places of a stack have kept under names. If `kept` is not
-        None, the result has a third item: these tensors, and those that the changes here keep."""
+        average_attn_weights=False. `is_self`: True if query, key and value were one tensor, even if a wrapper's hooks
+        have since made three of it. `kept`: the tensors that earlier places of a stack have kept under names. If `kept`
+        is not None, the result has a third item: these tensors, and those that the changes here keep."""
         kept = None if kept is None else dict(kept)
         # Without one stacked matrix, or with added keys, torch.nn's own forward runs, which has no place for changes.
         if not self._qkv_same_embed_dim or self.bias_k is not None or self.add_zero_attn:

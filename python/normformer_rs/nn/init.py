@@ -62,8 +62,8 @@ def draw_module(
     widths: Sequence[int] | None = None,
     prefix: str = "",
 ) -> None:
-    """Initialises a module's own `weight` and `bias`, whose names begin with `prefix`. If a torch parametrisation
-    computes one of them, its values are drawn as a plain tensor and assigned, so that torch inverts the
+    """Initialises the parameters `weight` and `bias` of a module, with `prefix` before both names. If a torch
+    parametrisation computes one of them, its values are drawn as a plain tensor and assigned, so that torch inverts the
     parametrisation.
 
     Errors: InputError if the parametrisation has no inverse.
@@ -141,7 +141,7 @@ class FirstValues:
             type(linear).reset_parameters(linear)
             if drawn == "xavier":
                 nn.init.xavier_uniform_(linear.weight)
-        # This class is that of attention's out_proj, whose bias torch.nn's attention sets to 0.
+        # torch.nn's attention has an out_proj of this class, and sets its bias to 0.
         if isinstance(linear, NonDynamicallyQuantizableLinear) and linear.bias is not None:
             nn.init.zeros_(linear.bias)
 

@@ -31,14 +31,10 @@ class Swapped:
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
         """Writes config.json and, if the folder has none, the model's card README.md."""
         super().save_pretrained(save_directory, *args, **options)  # type: ignore[misc]
-        card, text = Path(save_directory, "README.md"), self.card()
-        if text is not None and not card.exists():
-            card.write_text(text, encoding="utf-8")
-
-    def card(self) -> str | None:
-        """Returns the model's card; None if the stock class computes the same."""
         stock: dict[str, Any] = json.loads(self.to_json_string())  # type: ignore[attr-defined]
-        return None if keeps_function(stock.get(KEY)) else model_card(stock)
+        card = Path(save_directory, "README.md")
+        if not keeps_function(stock.get(KEY)) and not card.exists():
+            card.write_text(model_card(stock), encoding="utf-8")
 
     def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
         """Writes config.json with the marks of the swap, or the stock one if the swap keeps the model's function."""

@@ -41,16 +41,14 @@ def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str,
     {'norm': 'scalenorm', 'swaps': [{'swap_norms': 'scalenorm'}]}
     """
     _copy_configs(model, edits)
-    for module in model.modules():
-        if hasattr(type(module), UPLOAD) and UPLOAD not in vars(module):
-            edits.afterwards(functools.partial(vars(module).pop, UPLOAD, None))
-            vars(module)[UPLOAD] = functools.partial(upload, type(module))
+    _publish_with_card(model, edits)
     # a swap that keeps the model's function marks only the model's own configuration
     keeps = how is not None and keeps_function({"swaps": [how]})
     for whole in () if keeps else _wholes(model):
         assert edits.state is not None
         edits.state.keep_dicts(map(vars, whole.modules()))
         _copy_configs(whole, edits)
+        _publish_with_card(whole, edits)
         config = vars(whole)["config"]
         for key, value in ((what, name), ("part", True)):
             edits.afterwards(functools.partial(_write, config, key, getattr(config, KEY, {}).get(key)))
@@ -64,6 +62,14 @@ def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str,
             before = getattr(config, KEY, {}).get("swaps")
             edits.afterwards(functools.partial(_write, config, "swaps", before))
             _write(config, "swaps", [*(before or []), dict(how)])
+
+
+def _publish_with_card(model: nn.Module, edits: Edits) -> None:
+    """Makes `push_to_hub` of a model, and of each of its parts that has it, upload the card of the swap."""
+    for module in model.modules():
+        if hasattr(type(module), UPLOAD) and UPLOAD not in vars(module):
+            edits.afterwards(functools.partial(vars(module).pop, UPLOAD, None))
+            vars(module)[UPLOAD] = functools.partial(upload, type(module))
 
 
 def _wholes(model: nn.Module) -> list[nn.Module]:

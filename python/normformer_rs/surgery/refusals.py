@@ -123,11 +123,11 @@ def _refuse_shared(group: Group, place: Place, to: Any) -> None:
     own_end = any(change.kind != "norm" or group.end is None for change in place.declared.end)
     by_pass = place.declared.begin or own_end or StackResidual.carries_more(place) or place.declared.is_profiled
     if group.runs != passes and by_pass:
+        counted = "1 pass" if passes == 1 else f"{passes} passes"
         raise InputError(
-            f"{to} does something before its first layer, after its last one, or from one layer to another. The "
-            f"model calls the module around {group.path} {group.runs} times for {passes} passes of its residual "
-            "stream, so that a call does not show where a pass begins and ends: choose a scheme that has x alone, such "
-            "as deepnorm"
+            f"{to} does something before its first layer, after its last one, or from one layer to another. The model "
+            f"calls the module around {group.path} {group.runs} times for {counted} of its residual stream, so that a "
+            "call does not show where a pass begins and ends: choose a scheme that has x alone, such as deepnorm"
         )
 
 

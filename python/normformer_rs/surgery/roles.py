@@ -171,10 +171,12 @@ class _Reader:
         queries, keys = found["query"], found["key"]
         query_rows = [set[int]().union(*sets) for sets in queries.values()]
         # if several matrices compute the queries, as with an adapter, each must have rows of its own for every head
-        counts = {
-            len(sets) if sum(map(len, sets)) == len(rows) else 0 for sets, rows in zip(queries.values(), query_rows)
-        }
-        count = len(query_rows[0]) // one.q.shape[-1] if len(query_rows) == 1 else min(counts) * (len(counts) == 1)
+        by_matrix = zip(queries.values(), query_rows)
+        counts = {len(sets) if sum(map(len, sets)) == len(rows) else 0 for sets, rows in by_matrix}
+        if len(query_rows) == 1:
+            count = len(query_rows[0]) // one.q.shape[-1]
+        else:
+            count = counts.pop() if len(counts) == 1 else 0  # 0: unknown
         for i in {i for heads in found.values() for i in heads}:
             self.heads[i] = max(1, count)
         if len(queries) == len(keys) == 1 and _is_unscaled(one, *(self._leaf(heads) for heads in (queries, keys))):
