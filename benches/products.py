@@ -10,22 +10,28 @@ side) multiplies, in f32,
     forward  y = x Wᵀ,    dx  dx = dy W,    dW  dW = dyᵀ x
 
 for each linear layer, and blocks of rows for the output matrix. MKL and OpenBLAS get their operands as the loop has
-them, and write to memory that is kept. oneDNN gets both row by row, and makes its result anew. The sides take turns in
-each round. MKL's time is its median. The others' is that times the median of the rounds' ratios, for the clock may
-change between rounds. OMP_NUM_THREADS sets the threads of all four.
+them, and write to memory that is kept. oneDNN gets both row by row, and makes its result anew.
+
+Each library runs in a process of its own, for its idle threads wait actively for more work, and would slow down another
+library's in the same process. The processes take turns, and each round begins with another one. The times are medians
+over the rounds.
+OMP_NUM_THREADS sets the threads of all four.
 
 MKL_ENABLE_INSTRUCTIONS=AVX2 OPENBLAS_CORETYPE=Haswell ONEDNN_MAX_CPU_ISA=AVX2 holds all to AVX2. Prints GFLOP/s, and
-what an update's products take with each library and with the best one for each shape. Fails if results differ. The
+what an update's products take with each library and with the best one for each shape. Fails if a result is wrong. The
 crate, which no variable holds to AVX2, is measured only if it has been built.
 """
 
 import argparse
 import csv
 import ctypes
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +43,8 @@ CRATE = Path(__file__).parent / "gemm" / "target" / "release" / "libgemm_side.so
 BLOCKS = 3
 """The number of blocks of rows in which the products with the output matrix are computed (src/train/loss.rs)."""
 MICRO_BATCHES = 2
+PAUSE = 0.2
+"""Seconds after which threads of the library that was measured before wait for work asleep."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +86,8 @@ def products(rows: int) -> list[Product]:
     ]
 
 
-def sides(p: Product) -> dict[str, Callable[[], torch.Tensor]]:
-    """Returns, for each library, a function that computes the product."""
+def call_of(side: str, p: Product) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
+    """Returns a function that computes the product with the library `side`, and the product in f64."""
     generator = torch.Generator().manual_seed(1)
     rows = lambda *size: torch.rand(size, generator=generator) - 0.5  # noqa: E731
     if p.of == "forward":
@@ -88,16 +96,17 @@ def sides(p: Product) -> dict[str, Callable[[], torch.Tensor]]:
         a, b = rows(p.m, p.k), rows(p.k, p.n)
     else:
         a, b = rows(p.k, p.m).t(), rows(p.k, p.n)
-    to, other = torch.empty(p.m, p.n), np.empty((p.m, p.n), np.float32)
-    left, right = a.numpy(), b.numpy()
-    dense = a.contiguous().to_mkldnn(), b.t().contiguous().to_mkldnn()
-    crate = {"gemm": of_crate(a, b, torch.empty(p.m, p.n))} if CRATE.exists() else {}
-    return {
-        "MKL": lambda: torch.mm(a, b, out=to),
-        "OpenBLAS": lambda: torch.from_numpy(np.matmul(left, right, out=other)),
-        "oneDNN": lambda: torch._C._nn.mkldnn_linear(*dense),
-        **crate,
-    }
+    wanted = a.double() @ b.double()
+    if side == "MKL":
+        to = torch.empty(p.m, p.n)
+        return lambda: torch.mm(a, b, out=to), wanted
+    if side == "OpenBLAS":
+        other, left, right = np.empty((p.m, p.n), np.float32), a.numpy(), b.numpy()
+        return lambda: torch.from_numpy(np.matmul(left, right, out=other)), wanted
+    if side == "oneDNN":
+        dense = a.contiguous().to_mkldnn(), b.t().contiguous().to_mkldnn()
+        return lambda: torch._C._nn.mkldnn_linear(*dense), wanted
+    return of_crate(a, b, torch.empty(p.m, p.n)), wanted
 
 
 def of_crate(a: torch.Tensor, b: torch.Tensor, to: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -108,7 +117,7 @@ def of_crate(a: torch.Tensor, b: torch.Tensor, to: torch.Tensor) -> Callable[[],
     given = [part for t in (to, a, b) for part in (t.data_ptr(), *t.stride())]
     shape, threads = (a.shape[0], b.shape[1], a.shape[1]), torch.get_num_threads()
 
-    def call() -> torch.Tensor:
+    def call(operands: tuple = (a, b)) -> torch.Tensor:  # the crate reads their memory
         product(*shape, *given, threads)
         return to
 
@@ -122,19 +131,39 @@ def seconds(call: Callable[[], torch.Tensor], times: int) -> float:
     return (time.perf_counter() - start) / times
 
 
-def measured(p: Product, rounds: int) -> dict[str, float]:
-    """Returns the seconds of one call of the product with each library. Fails if their results differ."""
-    calls = sides(p)
-    wanted = calls["MKL"]().double()
-    for name, call in calls.items():
-        found = call()
-        torch.testing.assert_close(
-            (found.to_dense() if found.is_mkldnn else found).double(), wanted, rtol=1e-4, atol=1e-3, msg=f"{p}, {name}"
-        )
-    times = max(1, round(0.02 / seconds(calls["MKL"], 3)))
-    taken = [{name: seconds(call, times) for name, call in calls.items()} for _ in range(rounds)]
-    mkl = statistics.median(one["MKL"] for one in taken)
-    return {name: mkl * statistics.median(one[name] / one["MKL"] for one in taken) for name in calls}
+def work(side: str) -> None:
+    """Measures the products that are named on standard input, a JSON line each, until it ends.
+
+    Answers with the seconds of a call. A product's first line checks its result, too.
+    """
+    last = None
+    for line in sys.stdin:
+        p = Product(**json.loads(line))
+        if p != last:
+            call, wanted = call_of(side, p)
+            found = call()
+            dense = found.to_dense() if found.is_mkldnn else found
+            torch.testing.assert_close(dense.double(), wanted, rtol=1e-4, atol=1e-3, msg=f"{p}, {side}")
+            times, last = max(1, round(0.1 / seconds(call, 5))), p
+        time.sleep(PAUSE)
+        seconds(call, 3)
+        print(seconds(call, times), flush=True)
+
+
+class Side:
+    """A library in a process of its own."""
+
+    def __init__(self, name: str) -> None:
+        command = [sys.executable, __file__, "--side", name]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def seconds(self, p: Product) -> float:
+        """Returns the seconds of one call of the product."""
+        print(json.dumps(asdict(p)), file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"{p}: the library's process has failed, see its message above")
+        return float(answer)
 
 
 def main() -> None:
@@ -142,20 +171,32 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=3300)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.side:
+        return work(arguments.side)
+    sides = {name: Side(name) for name in ("MKL", "OpenBLAS", "oneDNN", *(["gemm"] if CRATE.exists() else []))}
+
+    def measured(p: Product) -> dict[str, float]:
+        taken = {name: [] for name in sides}
+        for i in range(arguments.rounds):
+            for name in [*sides][i % len(sides) :] + [*sides][: i % len(sides)]:
+                taken[name].append(sides[name].seconds(p))
+        return {name: statistics.median(times) for name, times in taken.items()}
+
     table = []
     for p in products(arguments.rows):
-        found = measured(p, arguments.rounds)
+        found = measured(p)
         best = min(found, key=lambda name: found[name])
         row = {"product": p.of, "m": p.m, "n": p.n, "k": p.k, "calls": p.calls}
         row |= {f"{name} GFLOP/s": round(p.flops / taken / 1e9, 1) for name, taken in found.items()}
         row |= {f"{name} ms": round(1e3 * taken * p.calls, 2) for name, taken in found.items()}
         table.append({**row, "best": best, "best ms": round(1e3 * found[best] * p.calls, 2)})
         print(" ".join(f"{key} {value}" for key, value in table[-1].items()), flush=True)
-    for name in ("MKL", "OpenBLAS", "oneDNN", *(["gemm"] if CRATE.exists() else []), "best"):
+    for name in (*sides, "best"):
         print(f"an update's products with {name}: {sum(row[f'{name} ms'] for row in table):.0f} ms")
     square = Product("dx", 2048, 2048, 2048, 1)
-    for name, taken in measured(square, arguments.rounds).items():
+    for name, taken in measured(square).items():
         print(f"2048² with {name}: {square.flops / taken / 1e9:.0f} GFLOP/s")
     if arguments.output:
         with arguments.output.open("w", newline="") as file:

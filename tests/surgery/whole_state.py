@@ -6,8 +6,10 @@ import sys
 
 import torch
 
+import normformer_rs
 from normformer_rs.surgery.whole import HEIRS, SWAPS
 
+PACKAGE = os.path.dirname(normformer_rs.__file__) + os.sep
 PLAIN = (bool, int, float, str, bytes, type(None), tuple, list, dict, set, torch.dtype, torch.device)
 
 
@@ -105,7 +107,7 @@ class Interrupted:
         sys.settrace(self.traced)
 
     def trace(self, frame, event, _):
-        if f"{os.sep}normformer_rs{os.sep}" not in frame.f_code.co_filename:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         if event == "line":
             self.lines += 1
