@@ -5,8 +5,8 @@
 //! h has n rows of d numbers, the streams of one position, and optionally one added row after them; y has m rows. Sums
 //! are in f32 (f64 for f64). Source: Xie et al. 2025, arXiv:2512.24880; Zhu et al. 2024, arXiv:2409.19606.
 
-use crate::cpu::pack::{Isa, Of, Pack, Store, PAIR_LANES};
-use crate::cpu::{Accumulator, Element};
+use super::weighted_rows::{combine, dot};
+use crate::cpu::Element;
 use crate::multiversion;
 
 pub mod call;
@@ -59,7 +59,7 @@ multiversion! {
             let position = Position { streams, added: added.map(|added| &added[here.clone()]), d };
             for (dy, dweights) in dy.chunks_exact(d).zip(dweights.chunks_exact_mut(k)) {
                 for (h, dw) in position.iter().zip(dweights) {
-                    *dw = dot::<E, S>(dy, h);
+                    *dw = dot::<E, E, S>(dy, h);
                 }
             }
             let dadded = added.map(|_| &mut dadded[here]);
@@ -69,50 +69,4 @@ multiversion! {
             }
         }
     }
-}
-
-/// Computes y = Σ w·row over the pairs (row, w).
-#[inline(always)]
-fn combine<'a, E: Element, S: Isa>(pairs: impl Iterator<Item = (&'a [E], E::Acc)> + Clone, y: &mut [E]) {
-    let store = Store::cached();
-    let (blocks, rest) = y.as_chunks_mut::<PAIR_LANES>();
-    let whole = blocks.len() * PAIR_LANES;
-    for (b, to) in blocks.iter_mut().enumerate() {
-        let mut sum = [Of::<E::Acc, S>::zero(); 2];
-        for (row, w) in pairs.clone() {
-            let w = Of::<E::Acc, S>::splat(w);
-            let [low, high] = Of::<E::Acc, S>::pair(block(row, b));
-            sum = [low.mul_add(w, sum[0]), high.mul_add(w, sum[1])];
-        }
-        Of::<E::Acc, S>::store(sum, to, store);
-    }
-    for (c, to) in rest.iter_mut().enumerate() {
-        let mut sum = E::Acc::ZERO;
-        for (row, w) in pairs.clone() {
-            sum += row[whole + c].load() * w;
-        }
-        *to = E::store(sum);
-    }
-}
-
-/// Computes ⟨a, b⟩.
-#[inline(always)]
-fn dot<E: Element, S: Isa>(a: &[E], b: &[E]) -> E::Acc {
-    let whole = a.len() / PAIR_LANES;
-    let mut sum = [Of::<E::Acc, S>::zero(); 2];
-    for i in 0..whole {
-        let (a, b) = (Of::<E::Acc, S>::pair(block(a, i)), Of::<E::Acc, S>::pair(block(b, i)));
-        sum = [a[0].mul_add(b[0], sum[0]), a[1].mul_add(b[1], sum[1])];
-    }
-    let mut total = sum[0].add(sum[1]).sum();
-    for (a, b) in a.iter().zip(b).skip(whole * PAIR_LANES) {
-        total += a.load() * b.load();
-    }
-    total
-}
-
-/// Returns block `b` of a row.
-#[inline(always)]
-fn block<E>(row: &[E], b: usize) -> &[E; PAIR_LANES] {
-    row[b * PAIR_LANES..].first_chunk().expect("a row has all its blocks")
 }

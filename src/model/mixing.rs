@@ -1,13 +1,14 @@
 //! Sublayers that read from several tensors and write to several: a [`Mixing`] with its parameters, and its
 //! computation.
 
+use super::depth_attention::attend;
 use super::residual::learned;
 use super::Builder;
 use crate::analysis::Watch;
 use crate::error::Result;
 use crate::norm::{rms_norm, scale_norm};
 use crate::operator::{mix_streams, sinkhorn, RowNormOp};
-use crate::residual::{DepthWeights, Gates, Mixing};
+use crate::residual::{Gates, Mixing};
 use tch::{Kind, Tensor};
 
 /// The ε that is added to mean squares, to gates, and to the divisors in Sinkhorn's algorithm.
@@ -20,6 +21,8 @@ const LAYER_NORM_EPS: f64 = 1e-5;
 pub struct BuiltMixing {
     declared: Mixing,
     parameters: Vec<Tensor>,
+    /// For [`Gates::Permuted`], all permutation matrices of n streams (n!, n·n), in lexicographic order.
+    permutations: Option<Tensor>,
 }
 
 /// The weights of a hyper-connection's write. Its read computes them.
@@ -33,7 +36,14 @@ pub enum PendingWrite {
 impl BuiltMixing {
     pub fn build(b: &mut Builder, declared: &Mixing) -> Result<Self> {
         let parameters = declared.parameters().into_iter().map(|parameter| learned(b, parameter));
-        Ok(BuiltMixing { parameters: parameters.collect::<Result<_>>()?, declared: declared.clone() })
+        let parameters = parameters.collect::<Result<Vec<_>>>()?;
+        let permutations = match declared {
+            Mixing::Hyper(hyper) if matches!(*hyper.gates, Gates::Permuted { .. }) => {
+                Some(permutation_matrices(hyper.streams)?.f_to_device(parameters[0].device())?)
+            }
+            _ => None,
+        };
+        Ok(BuiltMixing { parameters, permutations, declared: declared.clone() })
     }
 
     /// Returns the mixing's first tensor, H or v_0, for the stack's input x.
@@ -58,7 +68,8 @@ impl BuiltMixing {
                     joint(tensors[0], [weight, scale, bias], *magnitude, *iterations, note)
                 }
                 (Gates::Permuted { .. }, [gain, weight, scale, bias]) => {
-                    permuted(tensors[0], [gain, weight, scale, bias], note)
+                    let permutations = self.permutations.as_ref().expect("`build` has made them");
+                    permuted(tensors[0], [gain, weight, scale, bias], permutations, note)
                 }
                 (Gates::Each { .. }, [bias, dynamic @ ..]) => each(tensors[0], bias, dynamic, note),
                 (Gates::Channel { magnitude, .. }, [gain, down, up, write @ ..]) => {
@@ -71,10 +82,17 @@ impl BuiltMixing {
                 _ => unreachable!("`parameters` names them all"),
             },
             (Mixing::Depth(_), []) => Ok((tensors[0].shallow_clone(), None)),
-            (Mixing::Depth(depth), [query, gain @ ..]) => match depth.weights {
-                Some(DepthWeights::Normed(_)) => Ok((attend_normed(tensors, query, note)?, None)),
-                _ => Ok((attend(tensors, query, gain[0], note)?, None)),
-            },
+            (Mixing::Depth(_), [query, gain @ ..]) => {
+                let [x, scores] = match gain {
+                    [gain] => attend(tensors, &wide(query)?.f_mul(&wide(gain)?)?, false)?,
+                    _ => {
+                        let d = *query.size().last().expect("a query has numbers");
+                        attend(tensors, &wide(query)?.f_mul_scalar((d as f64).powf(-0.5))?, true)?
+                    }
+                };
+                note(&scores)?;
+                Ok((x, None))
+            }
         }
     }
 
@@ -175,13 +193,15 @@ fn mixed(r: &Tensor, gates: &Tensor) -> Result<PendingWrite> {
 fn permuted(
     streams: &Tensor,
     [gain, weight, scale, bias]: [&Tensor; 4],
+    permutations: &Tensor,
     note: impl Fn(&Tensor) -> Result<()>,
 ) -> Result<Read> {
     let n = streams.size()[streams.dim() - 2];
     let flat = wide(&streams.f_flatten(-2, -1)?)?; // (…, n·d)
     let cast = |t: &Tensor| t.f_to_kind(flat.kind());
+    // W(γ⊙ĥ) = (Wγ)ĥ, where γ multiplies W's columns: so no product with γ passes through the streams.
     let gain = cast(gain)?.f_mul_scalar((gain.size1()? as f64).sqrt())?;
-    let mixes = unit(&flat)?.f_mul(&gain)?.f_linear::<&Tensor>(&cast(weight)?, None)?;
+    let mixes = unit(&flat)?.f_linear::<&Tensor>(&cast(weight)?.f_mul(&gain)?, None)?;
     note(&mixes)?;
     // Part `index` of s·m + b, which has `count` numbers from number `from` on.
     let part = |index: i64, from: i64, count: i64| -> Result<Tensor> {
@@ -191,30 +211,23 @@ fn permuted(
     let reading = part(0, 0, n)?.f_sigmoid()?.f_unsqueeze(-2)?; // (…, 1, n)
     let gates = part(1, n, n)?.f_sigmoid()?.f_mul_scalar(2.0)?.f_unsqueeze(-1)?;
     let shares = part(2, 2 * n, Gates::permutations(n))?.f_softmax(-1, None::<Kind>)?;
-    Ok((weighted_stream(streams, &reading)?, Some(mixed(&mean_permutation(&shares, n)?, &gates)?)))
+    let r = shares.f_matmul(&cast(permutations)?)?.f_unflatten(-1, [n, n].as_slice())?; // Σ_r shares_r P_r
+    Ok((weighted_stream(streams, &reading)?, Some(mixed(&r, &gates)?)))
 }
 
-/// Returns the weighted mean Σ_r shares_r P_r, (…, n, n), over all permutation matrices of n elements in
-/// lexicographic order. P_r has a 1 in row i and column j if permutation r sends i to j.
-fn mean_permutation(shares: &Tensor, n: i64) -> Result<Tensor> {
-    if n == 1 {
-        return Ok(shares.f_unsqueeze(-1)?);
+/// Returns all permutation matrices of n elements (n!, n·n) in lexicographic order. P_r has a 1 in row i and column j if
+/// permutation r sends i to j.
+fn permutation_matrices(n: i64) -> Result<Tensor> {
+    let mut permutations: Vec<Vec<i64>> = vec![Vec::new()];
+    for _ in 0..n {
+        let longer = |start: &Vec<i64>| {
+            let free = (0..n).filter(|j| !start.contains(j));
+            free.map(|j| [&start[..], &[j]].concat()).collect::<Vec<_>>()
+        };
+        permutations = permutations.iter().flat_map(longer).collect();
     }
-    // Permutations that send 0 to the same j are neighbours. Each such chunk permutes the other n − 1 elements.
-    let chunks = shares.f_unflatten(-1, [n, -1].as_slice())?;
-    // Row 0 of the result, (…, 1, n): 0 goes to j with the total share of chunk j.
-    let first = chunks.f_sum_dim_intlist([-1i64].as_slice(), false, None::<Kind>)?.f_unsqueeze(-2)?;
-    // The other rows: in chunk j, no other element goes to j, so a column of zeros is put in there.
-    let others = mean_permutation(&chunks, n - 1)?; // (…, n, n − 1, n − 1)
-    let zeros = others.f_select(-3, 0)?.f_narrow(-1, 0, 1)?.f_zeros_like()?;
-    let widened = (0..n).map(|j| {
-        let chunk = others.f_select(-3, j)?;
-        Ok(Tensor::f_cat(&[&chunk.f_narrow(-1, 0, j)?, &zeros, &chunk.f_narrow(-1, j, n - 1 - j)?], -1)?)
-    });
-    let widened = widened.collect::<Result<Vec<Tensor>>>()?;
-    let (start, more) = widened.split_first().expect("n is at least 2");
-    let sum = more.iter().try_fold(start.shallow_clone(), |sum, one| sum.f_add(one))?;
-    Ok(Tensor::f_cat(&[first, sum], -2)?)
+    let ones = permutations.iter().flatten().flat_map(|j| (0..n).map(move |column| f32::from(column == *j)));
+    Ok(Tensor::f_from_slice(&ones.collect::<Vec<f32>>())?.f_view([-1, n * n])?)
 }
 
 /// Reads with the gates of [`Gates::Each`]; `dynamic` is empty, or γ, β, W and s.
@@ -264,52 +277,8 @@ fn by_channel(
     Ok((x, Some(PendingWrite::Gated(gates))))
 }
 
-/// Computes attention over depth with [`DepthWeights::Plain`].
-fn attend(outputs: &[&Tensor], query: &Tensor, gain: &Tensor, note: impl Fn(&Tensor) -> Result<()>) -> Result<Tensor> {
-    // ⟨query, gain⊙v̂⟩ = ⟨query⊙gain, v⟩·1/√(mean v² + ε)
-    let query = wide(query)?.f_mul(&wide(gain)?)?;
-    let logits = outputs.iter().map(|v| {
-        let v = wide(v)?;
-        Ok(v.f_matmul(&query.f_to_kind(v.kind())?)?.f_unsqueeze(-1)?.f_mul(&inverse_rms(&v)?)?)
-    });
-    let logits = Tensor::f_cat(&logits.collect::<Result<Vec<_>>>()?, -1)?;
-    note(&logits)?;
-    weighted(outputs, &logits.f_softmax(-1, None::<Kind>)?)
-}
-
-/// Computes attention over depth with [`DepthWeights::Normed`]. If there are three queries, the result is (3, …, d).
-fn attend_normed(outputs: &[&Tensor], query: &Tensor, note: impl Fn(&Tensor) -> Result<()>) -> Result<Tensor> {
-    let d = query.size()[query.dim() - 1];
-    let queries = wide(query)?.f_mul_scalar((d as f64).powf(-0.5))?.f_view([-1, d])?;
-    let scales = outputs.iter().map(|v| inverse_rms(&wide(v)?)).collect::<Result<Vec<_>>>()?;
-    let logits = outputs.iter().zip(&scales).map(|(v, scale)| {
-        let v = wide(v)?;
-        // The logits of one v are (…, queries).
-        Ok(v.f_linear::<&Tensor>(&queries.f_to_kind(v.kind())?, None)?.f_mul(scale)?)
-    });
-    let logits = Tensor::f_stack(&logits.collect::<Result<Vec<_>>>()?, -1)?;
-    note(&logits)?;
-    let shares = logits.f_softmax(-1, None::<Kind>)?;
-    // v̂ = scale·v, so Σ share·v̂ is a weighted sum of the outputs v, with the weights share·scale.
-    let scales = Tensor::f_cat(&scales, -1)?; // (…, outputs)
-    let read = |i: i64| weighted(outputs, &shares.f_select(-2, i)?.f_mul(&scales)?);
-    if query.dim() == 1 {
-        return read(0);
-    }
-    Ok(Tensor::f_stack(&(0..query.size()[0]).map(read).collect::<Result<Vec<_>>>()?, 0)?)
-}
-
-/// Returns the weighted sum Σ_i shares_i v_i of the outputs.
-fn weighted(outputs: &[&Tensor], shares: &Tensor) -> Result<Tensor> {
-    let shares = shares.f_to_kind(outputs[0].kind())?;
-    let share = |i: usize| shares.f_narrow(-1, i as i64, 1);
-    // The terms are added one by one: a stacked copy of all outputs would have to be kept for the backward pass.
-    let first = outputs[0].f_mul(&share(0)?)?;
-    (1..outputs.len()).try_fold(first, |sum, i| Ok(sum.f_addcmul(outputs[i], &share(i)?)?))
-}
-
 /// Returns 1/√(mean x² + ε) over the last dimension, which stays with width 1.
-fn inverse_rms(x: &Tensor) -> Result<Tensor> {
+pub(super) fn inverse_rms(x: &Tensor) -> Result<Tensor> {
     Ok(x.f_square()?.f_mean_dim([-1i64].as_slice(), true, None::<Kind>)?.f_add_scalar(EPS)?.f_rsqrt()?)
 }
 
@@ -324,6 +293,6 @@ fn unit(x: &Tensor) -> Result<Tensor> {
 }
 
 /// Casts x to f32, unless it is f64.
-fn wide(x: &Tensor) -> Result<Tensor> {
+pub(super) fn wide(x: &Tensor) -> Result<Tensor> {
     Ok(x.f_to_kind(if x.kind() == Kind::Double { Kind::Double } else { Kind::Float })?)
 }

@@ -5,6 +5,7 @@ mod attention;
 mod attention_heads;
 mod column_gate;
 mod context;
+mod depth_attention;
 mod embedding;
 mod feed_forward;
 mod gather;

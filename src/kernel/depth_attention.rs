@@ -1,0 +1,148 @@
+//! Attention over depth, by which a sublayer of attention residuals reads the outputs of the sublayers before it.
+//!
+//! > r_i = 1/√(mean v_i² + ε),  z_ci = r_i ⟨u_c, v_i⟩,  a_c = softmax_i z_ci,  x_c = Σ_i w_ci v_i
+//!
+//! v_0, v_1, … are the outputs at one position, u_c the queries, d numbers each. The weights are w_ci = a_ci; in the normed
+//! form they are a_ci r_i. With g_c, the gradient of x_c, and b_ci, the gradient of a_ci (⟨g_c, v_i⟩, normed r_i ⟨g_c, v_i⟩):
+//!
+//! > dz_ci = a_ci (b_ci − Σ_j a_cj b_cj)
+//! > du_c = Σ_i dz_ci r_i v_i, summed over positions
+//! > dv_i = Σ_c (w_ci g_c + dz_ci r_i u_c) − (t_i r_i²/d) v_i,  t_i = Σ_c dz_ci z_ci, normed Σ_c (dz_ci z_ci + a_ci b_ci)
+//!
+//! Each output is read from memory once in either direction. Sums are in f32 (f64 for f64). Source: Kimi Team 2026.
+
+use super::weighted_rows::{add_scaled, combine, combine_both, dot};
+use crate::cpu::memory::filled;
+use crate::cpu::pack::Isa;
+use crate::cpu::{Accumulator, Element};
+use crate::multiversion;
+
+pub mod call;
+
+/// The ε that is added to the mean squares.
+pub const EPS: f64 = 1e-6;
+
+multiversion! {
+    /// Computes x and the scores z of some positions. `v` has their rows of each output, `u` the queries; `x` has their
+    /// rows of each result, and `scores` for each position z (queries, outputs).
+    pub fn forward[isa S][E: Element](
+        v: &[&[E]], u: &[E::Acc], is_normed: bool, x: &mut [&mut [E]], scores: &mut [E::Acc],
+    ) {
+        let d = u.len() / x.len();
+        let mut shares = Shares::new(v.len(), x.len(), is_normed);
+        for (at, scores) in scores.chunks_exact_mut(v.len() * x.len()).enumerate() {
+            let here = at * d..(at + 1) * d;
+            let outputs = v.iter().map(|v| &v[here.clone()]);
+            shares.compute::<E, S>(outputs.clone(), u);
+            scores.copy_from_slice(&shares.scores);
+            for (x, weights) in x.iter_mut().zip(shares.weights.chunks_exact(v.len())) {
+                combine::<E, S>(outputs.clone().zip(weights.iter().copied()), &mut x[here.clone()]);
+            }
+        }
+    }
+}
+
+multiversion! {
+    /// Computes the outputs' gradients `dv` of some positions from `g`, the gradients of x, and adds the queries' to `du`.
+    pub fn backward[isa S][E: Element](
+        g: &[&[E]], v: &[&[E]], u: &[E::Acc], is_normed: bool, dv: &mut [&mut [E]], du: &mut [E::Acc],
+    ) {
+        let (d, count) = (u.len() / g.len(), v.len());
+        let mut shares = Shares::new(count, g.len(), is_normed);
+        let zeros = |len: usize| filled(E::Acc::ZERO, len);
+        // b of one query, dz_ci r_i of all queries (queries, outputs), and t.
+        let (mut slopes, mut steps, mut totals) = (zeros(count), zeros(count * g.len()), zeros(count));
+        for at in 0..g[0].len() / d {
+            let here = at * d..(at + 1) * d;
+            let outputs = v.iter().map(|v| &v[here.clone()]);
+            let gradients = g.iter().map(|g| &g[here.clone()]);
+            shares.compute::<E, S>(outputs.clone(), u);
+            totals.fill(E::Acc::ZERO);
+            for (c, g) in gradients.clone().enumerate() {
+                let row = c * count..(c + 1) * count;
+                let (scores, a) = (&shares.scores[row.clone()], &shares.shares[row.clone()]);
+                let mut mean = E::Acc::ZERO;
+                for (i, v) in outputs.clone().enumerate() {
+                    let r = if is_normed { shares.inverse_rms[i] } else { E::Acc::ONE };
+                    slopes[i] = dot::<E, E, S>(g, v) * r;
+                    mean += a[i] * slopes[i];
+                }
+                for (i, v) in outputs.clone().enumerate() {
+                    let dz = a[i] * (slopes[i] - mean);
+                    totals[i] += dz * scores[i];
+                    if is_normed {
+                        totals[i] += a[i] * slopes[i];
+                    }
+                    let step = dz * shares.inverse_rms[i];
+                    add_scaled::<E, S>(&mut du[c * d..(c + 1) * d], v, step);
+                    steps[row.start + i] = step;
+                }
+            }
+            for (i, (v, dv)) in outputs.zip(dv.iter_mut()).enumerate() {
+                let r = shares.inverse_rms[i];
+                let of_v = -(totals[i] * r * r / E::Acc::from_f64(d as f64));
+                // Column i of the matrices (queries, outputs) has the numbers of this output.
+                let of_x = gradients.clone().zip(shares.weights[i..].iter().step_by(count).copied());
+                let of_u = u.chunks_exact(d).zip(steps[i..].iter().step_by(count).copied());
+                combine_both::<E, S>(of_x.chain([(v, of_v)]), of_u, &mut dv[here.clone()]);
+            }
+        }
+    }
+}
+
+/// The softmax of one position. Matrices have a row for each query, and a column for each output.
+struct Shares<A> {
+    is_normed: bool,
+    /// r, a number for each output.
+    inverse_rms: Vec<A>,
+    /// z.
+    scores: Vec<A>,
+    /// a, the softmax of z.
+    shares: Vec<A>,
+    /// w, the outputs' weights in the sum.
+    weights: Vec<A>,
+}
+
+impl<A: Accumulator> Shares<A> {
+    fn new(outputs: usize, queries: usize, is_normed: bool) -> Self {
+        let matrix = || filled(A::ZERO, outputs * queries);
+        let (scores, shares, weights) = (matrix(), matrix(), matrix());
+        Shares { is_normed, inverse_rms: filled(A::ZERO, outputs), scores, shares, weights }
+    }
+
+    /// Computes all of it from the outputs' rows at a position.
+    #[inline(always)]
+    fn compute<'a, E: Element<Acc = A>, S: Isa>(&mut self, outputs: impl Iterator<Item = &'a [E]>, u: &[A]) {
+        let (count, queries) = (self.inverse_rms.len(), self.scores.len() / self.inverse_rms.len());
+        let d = u.len() / queries;
+        for (i, v) in outputs.enumerate() {
+            let mean = dot::<E, E, S>(v, v) / A::from_f64(d as f64);
+            let r = A::ONE / (mean + A::from_f64(EPS)).sqrt();
+            self.inverse_rms[i] = r;
+            for (c, u) in u.chunks_exact(d).enumerate() {
+                self.scores[c * count + i] = dot::<E, A, S>(v, u) * r;
+            }
+        }
+        let rows = self.scores.chunks_exact(count).zip(self.shares.chunks_exact_mut(count));
+        for ((scores, shares), weights) in rows.zip(self.weights.chunks_exact_mut(count)) {
+            softmax(scores, shares);
+            for ((w, a), r) in weights.iter_mut().zip(shares).zip(&self.inverse_rms) {
+                *w = if self.is_normed { *a * *r } else { *a };
+            }
+        }
+    }
+}
+
+/// Computes the softmax of `scores`. If one of them is NaN, or the largest is infinite, all shares are NaN.
+#[inline(always)]
+fn softmax<A: Accumulator>(scores: &[A], shares: &mut [A]) {
+    let largest = scores.iter().copied().reduce(A::max).expect("there is an output");
+    let mut total = A::ZERO;
+    for (share, score) in shares.iter_mut().zip(scores) {
+        *share = (*score - largest).exp();
+        total += *share;
+    }
+    for share in shares {
+        *share = *share / total;
+    }
+}

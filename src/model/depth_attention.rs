@@ -1,0 +1,127 @@
+//! Attention over depth (docs/spec.md §2.22): the kernel on a CPU, elsewhere tch's operations.
+
+use super::mixing::{inverse_rms, wide};
+use crate::error::Result;
+use crate::kernel::depth_attention::call::{self as kernel, Operands};
+use crate::operator::{apply, Differentiable, Recording};
+use tch::{Kind, Tensor};
+
+/// Reads the outputs v_0, v_1, …, each (…, d), with the query (d), or (queries, d), in which a gain is contained. The
+/// normed form sums up v_i/RMS(v_i). Returns the sum (…, d), or (queries, …, d), and the scores (…, queries, outputs).
+pub fn attend(outputs: &[&Tensor], query: &Tensor, is_normed: bool) -> Result<[Tensor; 2]> {
+    let kind = if outputs[0].kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    let u = query.f_to_kind(kind)?.f_view([-1, *query.size().last().expect("a query has numbers")])?;
+    let [x, scores] = match kernel::computes(outputs) {
+        false => composed(outputs, &u, is_normed)?,
+        true => {
+            let inputs: Vec<&Tensor> = std::iter::once(&u).chain(outputs.iter().copied()).collect();
+            let function = DepthAttention { is_normed };
+            let results = match Recording::is_on() && inputs.iter().any(|t| t.requires_grad()) {
+                true => apply(function, &inputs)?,
+                false => function.forward(inputs.into_iter().map(Tensor::shallow_clone).collect())?,
+            };
+            results.try_into().expect("a sum and scores")
+        }
+    };
+    Ok([if query.dim() == 1 { x.f_squeeze_dim(0)? } else { x }, scores])
+}
+
+struct DepthAttention {
+    is_normed: bool,
+}
+
+impl DepthAttention {
+    /// Calls `compute` with the inputs, of which the first are the queries.
+    fn with<R>(&self, inputs: Vec<Tensor>, compute: impl FnOnce(&Operands) -> Result<R>) -> Result<R> {
+        let inputs = inputs.iter().map(|t| Ok(t.f_contiguous()?)).collect::<Result<Vec<_>>>()?;
+        let [queries, outputs @ ..] = &inputs[..] else { unreachable!("the queries are an input") };
+        compute(&Operands { outputs, queries, is_normed: self.is_normed })
+    }
+}
+
+impl Differentiable for DepthAttention {
+    fn saves_inputs(&self) -> bool {
+        true
+    }
+
+    fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
+        self.with(inputs, |given| Ok(kernel::forward(given)?.into()))
+    }
+
+    fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+        let Some(g) = &gradients[0] else { return Ok(inputs.iter().map(|_| None).collect()) };
+        self.with(inputs, |given| Ok(kernel::backward(g, given)?.into_iter().map(Some).collect()))
+    }
+}
+
+/// Computes the sum and the scores with tch's operations. `u` is (queries, d) in the type of the computation.
+fn composed(outputs: &[&Tensor], u: &Tensor, is_normed: bool) -> Result<[Tensor; 2]> {
+    let scales = outputs.iter().map(|v| inverse_rms(&wide(v)?)).collect::<Result<Vec<_>>>()?;
+    let scores = outputs.iter().zip(&scales).map(|(v, scale)| {
+        Ok(wide(v)?.f_linear::<&Tensor>(u, None)?.f_mul(scale)?) // (…, queries)
+    });
+    let scores = Tensor::f_stack(&scores.collect::<Result<Vec<_>>>()?, -1)?;
+    let mut weights = scores.f_softmax(-1, None::<Kind>)?;
+    if is_normed {
+        weights = weights.f_mul(&Tensor::f_cat(&scales, -1)?.f_unsqueeze(-2)?)?;
+    }
+    let weights = weights.f_to_kind(outputs[0].kind())?;
+    let sum = |query: i64| -> Result<Tensor> {
+        let weight = |i: usize| weights.f_select(-2, query)?.f_narrow(-1, i as i64, 1);
+        // The terms are added one by one: a stacked copy of all outputs would have to be kept for the backward pass.
+        let first = outputs[0].f_mul(&weight(0)?)?;
+        (1..outputs.len()).try_fold(first, |sum, i| Ok(sum.f_addcmul(outputs[i], &weight(i)?)?))
+    };
+    let x = (0..u.size()[0]).map(sum).collect::<Result<Vec<_>>>()?;
+    Ok([Tensor::f_stack(&x, 0)?, scores])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::simd::{force, Level};
+    use tch::Device;
+
+    #[test]
+    fn the_kernel_computes_the_formula_and_its_gradients() {
+        tch::manual_seed(4);
+        let random = |size: &[i64], kind: Kind| Tensor::randn(size, (Kind::Double, Device::Cpu)).to_kind(kind);
+        for level in Level::ALL {
+            force(Some(level));
+            for (kind, bound) in [(Kind::Float, 1e-5), (Kind::Double, 1e-13), (Kind::BFloat16, 2e-2)] {
+                for (rows, d, outputs, queries, is_normed) in
+                    [(1, 1, 1, 1, false), (3, 33, 2, 1, true), (900, 96, 5, 1, false), (70, 64, 4, 3, true)]
+                {
+                    let v: Vec<Tensor> = (0..outputs).map(|_| random(&[2, rows, d], kind)).collect();
+                    let query = random(&[queries, d], if kind == Kind::Double { kind } else { Kind::Float });
+                    let g = random(&[queries, 2, rows, d], kind);
+                    type Form = fn(&[&Tensor], &Tensor, bool) -> Result<[Tensor; 2]>;
+                    let run = |kind: Kind, form: Form| {
+                        let leaf = |t: &Tensor| {
+                            let wide = kind == Kind::Double;
+                            if wide { t.to_kind(kind) } else { t.copy() }.set_requires_grad(true)
+                        };
+                        let (query, v): (Tensor, Vec<Tensor>) = (leaf(&query), v.iter().map(leaf).collect());
+                        let outputs: Vec<&Tensor> = v.iter().collect();
+                        let [x, scores] = form(&outputs, &query, is_normed).unwrap();
+                        let loss = (&x * g.to_kind(x.kind())).sum(x.kind());
+                        let leaves: Vec<&Tensor> = std::iter::once(&query).chain(outputs).collect();
+                        let mut results = Tensor::run_backward(&[loss], &leaves, false, false);
+                        results.extend([x, scores]);
+                        results
+                    };
+                    for (found, wanted) in run(kind, attend).iter().zip(run(Kind::Double, composed)) {
+                        assert_eq!(found.size(), wanted.size());
+                        let error = (found.to_kind(Kind::Double) - &wanted).abs().sum(Kind::Double).double_value(&[]);
+                        let size = wanted.abs().sum(Kind::Double).double_value(&[]);
+                        // With one output the scores have no influence, so the query's gradient is 0.
+                        let floor = if outputs == 1 { 1e-2 } else { 0.0 };
+                        let text = format!("{level:?} {kind:?} {rows} {d} {outputs}: {error} of {size}");
+                        assert!(error <= bound * (size + floor), "{text}");
+                    }
+                }
+            }
+        }
+        force(None);
+    }
+}
