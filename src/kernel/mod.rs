@@ -9,6 +9,7 @@ pub mod columns;
 pub mod cross_entropy;
 pub mod depth_attention;
 pub mod dropout;
+pub mod joint_read;
 pub mod launch;
 pub mod math;
 pub mod mix_streams;

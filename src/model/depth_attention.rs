@@ -1,6 +1,6 @@
 //! Attention over depth (docs/spec.md §2.22): the kernel on a CPU, elsewhere tch's operations.
 
-use super::mixing::{inverse_rms, wide};
+use super::mixing::{computing, inverse_rms, wide};
 use crate::error::Result;
 use crate::kernel::depth_attention::call::{self as kernel, Operands};
 use crate::operator::{apply, Differentiable, Recording};
@@ -9,8 +9,7 @@ use tch::{Kind, Tensor};
 /// Reads the outputs v_0, v_1, …, each (…, d), with the query (d), or (queries, d), in which a gain is contained. The
 /// normed form sums up v_i/RMS(v_i). Returns the sum (…, d), or (queries, …, d), and the scores (…, queries, outputs).
 pub fn attend(outputs: &[&Tensor], query: &Tensor, is_normed: bool) -> Result<[Tensor; 2]> {
-    let kind = if outputs[0].kind() == Kind::Double { Kind::Double } else { Kind::Float };
-    let u = query.f_to_kind(kind)?.f_view([-1, *query.size().last().expect("a query has numbers")])?;
+    let u = query.f_to_kind(computing(outputs[0]))?.f_view([-1, *query.size().last().expect("a query has numbers")])?;
     let [x, scores] = match kernel::computes(outputs) {
         false => composed(outputs, &u, is_normed)?,
         true => {

@@ -2,17 +2,21 @@
 //! computation.
 
 use super::depth_attention::attend;
+use super::joint_read::{self, JointRead};
 use super::residual::learned;
 use super::Builder;
 use crate::analysis::Watch;
 use crate::error::Result;
+use crate::kernel::joint_read::Size;
 use crate::norm::{rms_norm, scale_norm};
 use crate::operator::{mix_streams, sinkhorn, RowNormOp};
 use crate::residual::{Gates, Mixing};
 use tch::{Kind, Tensor};
 
 /// The ε that is added to mean squares, to gates, and to the divisors in Sinkhorn's algorithm.
-const EPS: f64 = 1e-6;
+pub(super) const EPS: f64 = 1e-6;
+/// The least norm by which [`Gates::Permuted`] divides.
+pub(super) const LEAST_NORM: f64 = 1e-12;
 /// The ε of the LayerNorm in [`Gates::Each`], equal to PyTorch's default.
 const LAYER_NORM_EPS: f64 = 1e-5;
 
@@ -25,8 +29,14 @@ pub struct BuiltMixing {
     permutations: Option<Tensor>,
 }
 
-/// The weights of a hyper-connection's write. Its read computes them.
-pub enum PendingWrite {
+/// A hyper-connection's write, for which its read computes the weights.
+pub struct PendingWrite {
+    /// H, as the read returns it.
+    streams: Tensor,
+    weights: WriteWeights,
+}
+
+enum WriteWeights {
     /// The weights (Rᵀ, g), (…, n, n + 1), in the type in which the streams are computed: H⁺ = RᵀH + g⊙F(x).
     Mixed(Tensor),
     /// The write gates g, (…, n, 1): H⁺ = H + g⊙F(x).
@@ -100,12 +110,10 @@ impl BuiltMixing {
     pub fn write(&self, mut tensors: Vec<Tensor>, unwritten: Option<PendingWrite>, f: Tensor) -> Result<Vec<Tensor>> {
         let f = f.f_to_kind(tensors[0].kind())?;
         match (&self.declared, unwritten) {
-            (Mixing::Hyper(_), Some(PendingWrite::Mixed(weights))) => {
-                Ok(vec![mix_streams(&tensors[0], &weights, Some(&f))?])
-            }
-            (Mixing::Hyper(_), Some(PendingWrite::Gated(gates))) => {
-                Ok(vec![tensors[0].f_addcmul(&gates, &f.f_unsqueeze(-2)?)?])
-            }
+            (Mixing::Hyper(_), Some(PendingWrite { streams, weights })) => Ok(vec![match weights {
+                WriteWeights::Mixed(weights) => mix_streams(&streams, &weights, Some(&f))?,
+                WriteWeights::Gated(gates) => streams.f_addcmul(&gates, &f.f_unsqueeze(-2)?)?,
+            }]),
             (Mixing::Hyper(_), None) => unreachable!("a hyper-connection writes after it has read"),
             (Mixing::Depth(depth), _) => {
                 let f = match depth.begins_block {
@@ -152,18 +160,18 @@ fn joint(
     note: impl Fn(&Tensor) -> Result<()>,
 ) -> Result<Read> {
     let n = streams.size()[streams.dim() - 2];
-    let flat = wide(&streams.f_flatten(-2, -1)?)?; // (…, n·d)
-    let weight = weight.f_to_kind(flat.kind())?;
-    let mixes = unit_rms(&flat)?.f_linear::<&Tensor>(&weight, None)?;
+    let kind = computing(streams);
+    let cast = |t: &Tensor| t.f_to_kind(kind);
+    let (weight, first) = (cast(weight)?, cast(&scale.f_narrow(0, 0, 1)?)?);
+    let bias = cast(bias)?;
+    let given = [&weight, &first, &bias.f_narrow(0, 0, n)?];
+    let JointRead { streams, x, mixes } = joint_read::read(streams, given, Size::RootMeanSquare(EPS), EPS)?;
     note(&mixes)?;
     // Part `index` of s·m + b, which has `count` numbers from number `from` on.
     let part = |index: i64, from: i64, count: i64| -> Result<Tensor> {
-        let scale = scale.f_narrow(0, index, 1)?.f_to_kind(flat.kind())?;
-        let bias = bias.f_narrow(0, from, count)?.f_to_kind(flat.kind())?;
-        Ok(mixes.f_narrow(-1, from, count)?.f_mul(&scale)?.f_add(&bias)?)
+        let scaled = mixes.f_narrow(-1, from, count)?.f_mul(&cast(&scale.f_narrow(0, index, 1)?)?)?;
+        Ok(scaled.f_add(&bias.f_narrow(0, from, count)?)?)
     };
-    let reading = part(0, 0, n)?.f_sigmoid()?.f_add_scalar(EPS)?.f_unsqueeze(-2)?; // (…, 1, n)
-    let x = weighted_stream(streams, &reading)?;
     let scales = scale.size1()?; // the number of the gates' parts: p, g and R, or only the first ones
     if scales == 1 {
         // At the stack's end nothing is written.
@@ -172,11 +180,12 @@ fn joint(
     if scales == 2 {
         // Without iterations the streams are not mixed: R = I.
         let gates = part(1, n, n)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_add_scalar(EPS)?.f_unsqueeze(-1)?;
-        return Ok((x, Some(PendingWrite::Gated(gates.f_to_kind(streams.kind())?))));
+        let weights = WriteWeights::Gated(gates.f_to_kind(streams.kind())?);
+        return Ok((x, Some(PendingWrite { streams, weights })));
     }
     let gates = part(1, n, n)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_unsqueeze(-1)?;
     let logits = part(2, 2 * n, n * n)?.f_unflatten(-1, [n, n].as_slice())?;
-    Ok((x, Some(mixed(&sinkhorn(&logits, iterations, EPS)?, &gates)?)))
+    Ok((x, Some(mixed(streams, &sinkhorn(&logits, iterations, EPS)?, &gates)?)))
 }
 
 /// Returns x = Σ_i p_i H_i; p is (…, 1, n).
@@ -184,9 +193,10 @@ fn weighted_stream(streams: &Tensor, p: &Tensor) -> Result<Tensor> {
     Ok(mix_streams(streams, p, None)?.f_squeeze_dim(-2)?)
 }
 
-/// Returns the weights (Rᵀ, g) of a write; g is (…, n, 1).
-fn mixed(r: &Tensor, gates: &Tensor) -> Result<PendingWrite> {
-    Ok(PendingWrite::Mixed(Tensor::f_cat(&[&r.f_transpose(-2, -1)?, gates], -1)?))
+/// Returns the write with R and g; g is (…, n, 1).
+fn mixed(streams: Tensor, r: &Tensor, gates: &Tensor) -> Result<PendingWrite> {
+    let weights = WriteWeights::Mixed(Tensor::f_cat(&[&r.f_transpose(-2, -1)?, gates], -1)?);
+    Ok(PendingWrite { streams, weights })
 }
 
 /// Reads with the gates of [`Gates::Permuted`].
@@ -197,22 +207,24 @@ fn permuted(
     note: impl Fn(&Tensor) -> Result<()>,
 ) -> Result<Read> {
     let n = streams.size()[streams.dim() - 2];
-    let flat = wide(&streams.f_flatten(-2, -1)?)?; // (…, n·d)
-    let cast = |t: &Tensor| t.f_to_kind(flat.kind());
+    let kind = computing(streams);
+    let cast = |t: &Tensor| t.f_to_kind(kind);
     // W(γ⊙ĥ) = (Wγ)ĥ, where γ multiplies W's columns: so no product with γ passes through the streams.
     let gain = cast(gain)?.f_mul_scalar((gain.size1()? as f64).sqrt())?;
-    let mixes = unit(&flat)?.f_linear::<&Tensor>(&cast(weight)?.f_mul(&gain)?, None)?;
+    let (weight, first) = (cast(weight)?.f_mul(&gain)?, cast(&scale.f_narrow(0, 0, 1)?)?);
+    let bias = cast(bias)?;
+    let given = [&weight, &first, &bias.f_narrow(0, 0, n)?];
+    let JointRead { streams, x, mixes } = joint_read::read(streams, given, Size::Norm(LEAST_NORM), 0.0)?;
     note(&mixes)?;
     // Part `index` of s·m + b, which has `count` numbers from number `from` on.
     let part = |index: i64, from: i64, count: i64| -> Result<Tensor> {
         let scaled = mixes.f_narrow(-1, from, count)?.f_mul(&cast(&scale.f_narrow(0, index, 1)?)?)?;
-        Ok(scaled.f_add(&cast(&bias.f_narrow(0, from, count)?)?)?)
+        Ok(scaled.f_add(&bias.f_narrow(0, from, count)?)?)
     };
-    let reading = part(0, 0, n)?.f_sigmoid()?.f_unsqueeze(-2)?; // (…, 1, n)
     let gates = part(1, n, n)?.f_sigmoid()?.f_mul_scalar(2.0)?.f_unsqueeze(-1)?;
     let shares = part(2, 2 * n, Gates::permutations(n))?.f_softmax(-1, None::<Kind>)?;
     let r = shares.f_matmul(&cast(permutations)?)?.f_unflatten(-1, [n, n].as_slice())?; // Σ_r shares_r P_r
-    Ok((weighted_stream(streams, &reading)?, Some(mixed(&r, &gates)?)))
+    Ok((x, Some(mixed(streams, &r, &gates)?)))
 }
 
 /// Returns all permutation matrices of n elements (n!, n·n) in lexicographic order. P_r has a 1 in row i and column j if
@@ -248,7 +260,7 @@ fn each(streams: &Tensor, bias: &Tensor, dynamic: &[&Tensor], note: impl Fn(&Ten
     }
     let rows = rows.f_expand([&size[..size.len() - 2], &[n, n + 2]].concat(), false)?;
     let x = weighted_stream(streams, &rows.f_narrow(-1, 0, 1)?.f_transpose(-2, -1)?)?;
-    Ok((x, Some(mixed(&rows.f_narrow(-1, 1, n)?, &rows.f_narrow(-1, n + 1, 1)?)?)))
+    Ok((x, Some(mixed(streams.shallow_clone(), &rows.f_narrow(-1, 1, n)?, &rows.f_narrow(-1, n + 1, 1)?)?)))
 }
 
 /// Reads with the gates of [`Gates::Channel`].
@@ -274,7 +286,7 @@ fn by_channel(
     let x = parts.f_mean_dim([-2i64].as_slice(), false, None::<Kind>)?.f_to_kind(streams.kind())?;
     let Some(write) = write else { return Ok((x, None)) };
     let gates = part(write)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_unsqueeze(-1)?.f_to_kind(streams.kind())?;
-    Ok((x, Some(PendingWrite::Gated(gates))))
+    Ok((x, Some(PendingWrite { streams: streams.shallow_clone(), weights: WriteWeights::Gated(gates) })))
 }
 
 /// Returns 1/√(mean x² + ε) over the last dimension, which stays with width 1.
@@ -283,16 +295,24 @@ pub(super) fn inverse_rms(x: &Tensor) -> Result<Tensor> {
 }
 
 /// Returns x/√(mean x² + ε) over the last dimension.
-fn unit_rms(x: &Tensor) -> Result<Tensor> {
+pub(super) fn unit_rms(x: &Tensor) -> Result<Tensor> {
     RowNormOp::of(&rms_norm::OPERATOR).call(x, None, None, EPS)
 }
 
-/// Returns x/max(‖x‖, 1e-12) over the last dimension.
-fn unit(x: &Tensor) -> Result<Tensor> {
-    RowNormOp::of(&scale_norm::OPERATOR).call(x, None, None, 1e-12)
+/// Returns x/max(‖x‖, ε) over the last dimension, with the ε [`LEAST_NORM`].
+pub(super) fn unit(x: &Tensor) -> Result<Tensor> {
+    RowNormOp::of(&scale_norm::OPERATOR).call(x, None, None, LEAST_NORM)
 }
 
-/// Casts x to f32, unless it is f64.
+/// Casts x to the type of its computation.
 pub(super) fn wide(x: &Tensor) -> Result<Tensor> {
-    Ok(x.f_to_kind(if x.kind() == Kind::Double { Kind::Double } else { Kind::Float })?)
+    Ok(x.f_to_kind(computing(x))?)
+}
+
+/// Returns the type in which sums over x are computed: f32, or f64 for f64.
+pub(super) fn computing(x: &Tensor) -> Kind {
+    match x.kind() {
+        Kind::Double => Kind::Double,
+        _ => Kind::Float,
+    }
 }

@@ -10,6 +10,7 @@ mod embedding;
 mod feed_forward;
 mod gather;
 mod host_batch;
+mod joint_read;
 mod layer;
 mod linear;
 mod mixing;
