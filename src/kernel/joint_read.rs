@@ -3,13 +3,13 @@
 //! > m = r·W vec(H),  x = Σ_i p_i h_i,  r = 1/√(mean vec(H)² + ε) or 1/max(‖vec(H)‖, ε)
 //!
 //! H has the n streams h_i of a position, d numbers each. p depends on m (model/joint_read.rs). With dh′, the gradient that
-//! the sublayer's write gives to the streams, and M = r·Wᵀdm:
+//! the sublayer's write gives to the streams:
 //!
-//! > dp_i = ⟨dx, h_i⟩,  dh_i = dh′_i + M_i + p_i dx + c h_i,  c = −⟨dm, m⟩ r²·(1/nd or 1; 0 where the norm is below ε)
+//! > dp_i = ⟨dx, h_i⟩,  dh_i = dh′_i + (r·Wᵀdm)_i + p_i dx + c h_i,  c = −⟨dm, m⟩ r²·(1/nd or 1; 0 where the norm is below ε)
 //!
 //! So the streams' gradient is written once; autograd would add up three tensors. Sums are in f32 (f64 for f64).
 
-use super::weighted_rows::{combine_both, dot};
+use super::weighted_rows::{combine, combine_both, dot, dots};
 use crate::cpu::{Accumulator, Element};
 use crate::multiversion;
 
@@ -24,25 +24,59 @@ pub enum Size {
     Norm(f64),
 }
 
+/// What the read computes for its positions.
+pub struct Read<'a, E: Element> {
+    /// x, (positions, d).
+    pub x: &'a mut [E],
+    /// m, (positions, rows of W).
+    pub mixes: &'a mut [E::Acc],
+    /// σ(s m₀ + b), (positions, n). p is larger by its ε.
+    pub shares: &'a mut [E::Acc],
+    /// r.
+    pub scales: &'a mut [E::Acc],
+    /// c/⟨dm, m⟩.
+    pub slopes: &'a mut [E::Acc],
+}
+
 multiversion! {
-    /// Computes r of each position, and c/⟨dm, m⟩. Rows of `h` have `width` = n·d numbers.
-    pub fn scales[isa S][E: Element](h: &[E], width: usize, size: Size, r: &mut [E::Acc], slopes: &mut [E::Acc]) {
-        for ((h, r), slope) in h.chunks_exact(width).zip(r).zip(slopes) {
-            let squares = dot::<E, E, S>(h, h);
-            let count = E::Acc::from_f64(width as f64);
-            (*r, *slope) = match size {
-                Size::RootMeanSquare(eps) => {
-                    let r = E::Acc::ONE / (squares / count + E::Acc::from_f64(eps)).sqrt();
-                    (r, -(r * r / count))
-                }
-                Size::Norm(eps) => {
-                    let (norm, eps) = (squares.sqrt(), E::Acc::from_f64(eps));
-                    match norm < eps {
-                        true => (E::Acc::ONE / eps, E::Acc::ZERO),
-                        false => (E::Acc::ONE / norm, -(E::Acc::ONE / squares)),
-                    }
-                }
-            };
+    /// Reads the streams `h` (positions, n, d). `weight` has rows of n·d numbers, `bias` n numbers.
+    pub fn forward[isa S][E: Element](
+        h: &[E], weight: &[E::Acc], scale: E::Acc, bias: &[E::Acc], eps: E::Acc, size: Size, to: Read<E>,
+    ) {
+        let Read { x, mixes, shares, scales, slopes } = to;
+        let n = bias.len();
+        let (d, k) = (x.len() / scales.len(), mixes.len() / scales.len());
+        let rows = h.chunks_exact(n * d).zip(x.chunks_exact_mut(d)).zip(mixes.chunks_exact_mut(k));
+        let sizes = scales.iter_mut().zip(slopes);
+        for (((h, x), mixes), (shares, (r, slope))) in rows.zip(shares.chunks_exact_mut(n).zip(sizes)) {
+            (*r, *slope) = of_size(size, dot::<E, E, S>(h, h), n * d);
+            dots::<E, S>(h, weight, mixes);
+            for m in mixes.iter_mut() {
+                *m = *m * *r;
+            }
+            for ((share, m), b) in shares.iter_mut().zip(&*mixes).zip(bias) {
+                *share = E::Acc::ONE / (E::Acc::ONE + (-(*m * scale + *b)).exp());
+            }
+            combine::<E, S>(h.chunks_exact(d).zip(shares.iter().map(|share| *share + eps)), x);
+        }
+    }
+}
+
+/// Returns r and c/⟨dm, m⟩ for a sum of `width` squares.
+#[inline(always)]
+fn of_size<A: Accumulator>(size: Size, squares: A, width: usize) -> (A, A) {
+    let width = A::from_f64(width as f64);
+    match size {
+        Size::RootMeanSquare(eps) => {
+            let r = A::ONE / (squares / width + A::from_f64(eps)).sqrt();
+            (r, -(r * r / width))
+        }
+        Size::Norm(eps) => {
+            let (norm, eps) = (squares.sqrt(), A::from_f64(eps));
+            match norm < eps {
+                true => (A::ONE / eps, A::ZERO),
+                false => (A::ONE / norm, -(A::ONE / squares)),
+            }
         }
     }
 }
@@ -59,19 +93,21 @@ multiversion! {
 }
 
 multiversion! {
-    /// Computes dh from `products`, which is M, `shares`, which is p, and `of_h`, which is c. `written` is dh′, if there is
-    /// a write.
+    /// Computes dh. `dm` is r·dm, `shares` p and `of_h` c; `written` is dh′, if there is a write.
     pub fn stream_gradients[isa S][E: Element](
-        dx: &[E], h: &[E], written: Option<&[E]>, products: &[E::Acc], shares: &[E::Acc], of_h: &[E::Acc], d: usize,
-        dh: &mut [E],
+        dx: &[E], h: &[E], written: Option<&[E]>, weight: &[E::Acc], dm: &[E::Acc], shares: &[E::Acc],
+        of_h: &[E::Acc], d: usize, dh: &mut [E],
     ) {
-        let n = shares.len() / of_h.len().max(1);
+        let positions = of_h.len();
+        let (n, k) = (shares.len() / positions, dm.len() / positions);
         for (i, dh) in dh.chunks_exact_mut(d).enumerate() {
             let (row, at) = (i * d..(i + 1) * d, i / n);
             let pairs = [(&dx[at * d..(at + 1) * d], shares[i]), (&h[row.clone()], of_h[at])];
             let written = written.map(|written| (&written[row.clone()], E::Acc::ONE));
-            let product = std::iter::once((&products[row.clone()], E::Acc::ONE));
-            combine_both::<E, S>(pairs.into_iter().chain(written), product, dh);
+            // The columns of W that belong to this stream.
+            let columns = i % n * d..(i % n + 1) * d;
+            let products = weight.chunks_exact(n * d).map(|w| &w[columns.clone()]).zip(dm[at * k..].iter().copied());
+            combine_both::<E, S>(pairs.into_iter().chain(written), products, dh);
         }
     }
 }

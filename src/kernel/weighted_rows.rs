@@ -79,6 +79,34 @@ pub fn dot<E: Element, F: Element<Acc = E::Acc>, S: Isa>(a: &[E], b: &[F]) -> E:
     total
 }
 
+/// Computes ⟨a, row⟩ for each row of a matrix, four rows at a time.
+#[inline(always)]
+pub fn dots<E: Element, S: Isa>(a: &[E], rows: &[E::Acc], to: &mut [E::Acc]) {
+    let d = a.len();
+    let (fours, rest) = to.as_chunks_mut::<4>();
+    let (of_fours, of_rest) = rows.split_at(fours.len() * 4 * d);
+    for (rows, to) in of_fours.chunks_exact(4 * d).zip(fours) {
+        let mut sums = [[Of::<E::Acc, S>::zero(); 2]; 4];
+        for b in 0..d / PAIR_LANES {
+            let [low, high] = Of::<E::Acc, S>::pair(block(a, b));
+            for (r, sum) in sums.iter_mut().enumerate() {
+                let row = Of::<E::Acc, S>::pair(block(&rows[r * d..(r + 1) * d], b));
+                *sum = [low.mul_add(row[0], sum[0]), high.mul_add(row[1], sum[1])];
+            }
+        }
+        for (r, to) in to.iter_mut().enumerate() {
+            let mut total = sums[r][0].add(sums[r][1]).sum();
+            for c in d / PAIR_LANES * PAIR_LANES..d {
+                total += a[c].load() * rows[r * d + c];
+            }
+            *to = total;
+        }
+    }
+    for (row, to) in of_rest.chunks_exact(d).zip(rest) {
+        *to = dot::<E, E::Acc, S>(a, row);
+    }
+}
+
 /// Returns block `b` of a row.
 #[inline(always)]
 fn block<E>(row: &[E], b: usize) -> &[E; PAIR_LANES] {

@@ -6,7 +6,7 @@
 
 use super::mixing::{unit, unit_rms, wide};
 use crate::error::Result;
-use crate::kernel::joint_read::call as kernel;
+use crate::kernel::joint_read::call::{self as kernel, Weights};
 use crate::kernel::joint_read::Size;
 use crate::operator::{apply, mix_streams, Differentiable, Recording};
 use std::cell::OnceCell;
@@ -59,8 +59,8 @@ fn shares(mixes: &Tensor, scale: &Tensor, bias: &Tensor) -> Result<Tensor> {
 struct Function {
     size: Size,
     eps: f64,
-    /// The streams as matrix (positions, n·d), r, c/⟨dm, m⟩ and m, which the forward pass keeps for the backward pass.
-    kept: OnceCell<[Tensor; 4]>,
+    /// The streams as a matrix (positions, n·d), and what the forward pass has computed from them.
+    kept: OnceCell<(Tensor, Weights)>,
 }
 
 impl Differentiable for Function {
@@ -73,19 +73,17 @@ impl Differentiable for Function {
         let streams = streams.f_detach()?.f_contiguous()?;
         let [around @ .., n, d] = &streams.size()[..] else { unreachable!("streams are (…, n, d)") };
         let flat = streams.f_view([-1, n * d])?;
-        let [r, slopes] = kernel::scales(&flat, self.size, weight.kind())?;
-        let mixes = wide(&flat)?.f_mm(&weight.f_transpose(0, 1)?)?.f_mul(&r)?;
-        let shares = shares(&mixes, scale, bias)?.f_add_scalar(self.eps)?;
-        let x = mix_streams(&flat.f_view([-1, *n, *d])?, &shares.f_unsqueeze(1)?, None)?;
-        let shaped = |t: &Tensor, last: i64| t.f_reshape([around, &[last]].concat().as_slice());
-        let results = vec![streams.f_detach()?, shaped(&x, *d)?, shaped(&mixes, weight.size()[0])?];
-        self.kept.get_or_init(|| [flat, r, slopes, mixes.detach()]);
-        Ok(results)
+        let (weight, bias) = (weight.f_contiguous()?, bias.f_contiguous()?);
+        let (x, weights) = kernel::forward(&flat, &weight, scale.f_double_value(&[0])?, &bias, self.eps, self.size)?;
+        let shaped = |t: &Tensor| t.f_reshape([around, &[t.size()[1]]].concat().as_slice());
+        let made = vec![streams.f_detach()?, shaped(&x)?, shaped(&weights.mixes)?];
+        self.kept.get_or_init(|| (flat, Weights { mixes: weights.mixes.detach(), ..weights }));
+        Ok(made)
     }
 
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         let [streams, weight, scale, bias] = &inputs[..] else { unreachable!("H, W, s and b") };
-        let [flat, r, slopes, mixes] = self.kept.get().expect("the forward pass has kept them");
+        let (flat, Weights { mixes, shares: p, scales, slopes }) = self.kept.get().expect("forward has kept them");
         let [written, dx, dm] = &gradients[..] else { unreachable!("a gradient for each result") };
         let as_rows = |t: &Tensor, columns: i64| t.f_reshape([-1, columns].as_slice())?.f_contiguous();
         let (n, d) = (bias.size1()?, streams.size()[streams.dim() - 1]);
@@ -94,10 +92,9 @@ impl Differentiable for Function {
             Some(dx) => as_rows(dx, d)?,
             None => Tensor::f_zeros([flat.size()[0], d].as_slice(), (flat.kind(), flat.device()))?,
         };
-        let p = shares(mixes, scale, bias)?;
         // The gradient of s m₀ + b is dp σ(1 − σ).
         let dp = kernel::gradient_of_shares(&dx, flat, kind)?;
-        let dlogits = dp.f_mul(&p)?.f_mul(&p.f_neg()?.f_add_scalar(1.0)?)?;
+        let dlogits = dp.f_mul(p)?.f_mul(&p.f_neg()?.f_add_scalar(1.0)?)?;
         let first = mixes.f_narrow(1, 0, n)?;
         let dscale = dlogits.f_mul(&first)?.f_sum(Kind::Double)?.f_to_kind(kind)?.f_view([1])?;
         let dbias = dlogits.f_sum_dim_intlist([0i64].as_slice(), false, None::<Kind>)?;
@@ -108,12 +105,11 @@ impl Differentiable for Function {
         let of_first = dm.f_narrow(1, 0, n)?.f_add(&dlogits.f_mul(scale)?)?;
         let dm = Tensor::f_cat(&[of_first, dm.f_narrow(1, n, mixes.size()[1] - n)?], 1)?;
         let of_size = dm.f_mul(mixes)?.f_sum_dim_intlist([1i64].as_slice(), true, None::<Kind>)?; // ⟨dm, m⟩
-        let scaled = dm.f_mul(r)?;
+        let scaled = dm.f_mul(scales)?;
         let dweight = scaled.f_transpose(0, 1)?.f_mm(&wide(flat)?)?;
-        let products = scaled.f_mm(weight)?;
         let written = written.as_ref().map(|t| as_rows(t, n * d)).transpose()?;
         let (p, c) = (p.f_add_scalar(self.eps)?, of_size.f_mul(slopes)?);
-        let dh = kernel::gradient_of_streams(&dx, flat, written.as_ref(), [&products, &p, &c])?;
+        let dh = kernel::gradient_of_streams(&dx, flat, written.as_ref(), [&weight.f_contiguous()?, &scaled, &p, &c])?;
         Ok([dh.f_view(streams.size().as_slice())?, dweight, dscale, dbias].map(Some).into())
     }
 }
