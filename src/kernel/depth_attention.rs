@@ -19,8 +19,8 @@ use crate::multiversion;
 
 pub mod call;
 
-/// The ε that is added to the mean squares.
-pub const EPS: f64 = 1e-6;
+/// The ε that is added to the mean squares (docs/spec.md §2.22).
+const EPS: f64 = 1e-6;
 
 multiversion! {
     /// Computes x and the scores z of some positions. `v` has their rows of each output, `u` the queries; `x` has their

@@ -9,7 +9,9 @@
 //!
 //! So the streams' gradient is written once; autograd would add up three tensors. Sums are in f32 (f64 for f64).
 
+use super::rows::magnitude;
 use super::weighted_rows::{combine, combine_both, dot, dots};
+use crate::cpu::memory::collected;
 use crate::cpu::{Accumulator, Element};
 use crate::multiversion;
 
@@ -17,7 +19,7 @@ pub mod call;
 
 /// By which size of vec(H) the products are divided, with its ε.
 #[derive(Clone, Copy, Debug)]
-pub enum Size {
+pub enum Divisor {
     /// √(mean vec(H)² + ε)
     RootMeanSquare(f64),
     /// max(‖vec(H)‖, ε)
@@ -25,13 +27,13 @@ pub enum Size {
 }
 
 /// What the read computes for its positions.
-pub struct Read<'a, E: Element> {
+pub struct JointResults<'a, E: Element> {
     /// x, (positions, d).
     pub x: &'a mut [E],
     /// m, (positions, rows of W).
     pub mixes: &'a mut [E::Acc],
     /// σ(s m₀ + b), (positions, n). p is larger by its ε.
-    pub shares: &'a mut [E::Acc],
+    pub sigmoids: &'a mut [E::Acc],
     /// r.
     pub scales: &'a mut [E::Acc],
     /// c/⟨dm, m⟩.
@@ -41,37 +43,62 @@ pub struct Read<'a, E: Element> {
 multiversion! {
     /// Reads the streams `h` (positions, n, d). `weight` has rows of n·d numbers, `bias` n numbers.
     pub fn forward[isa S][E: Element](
-        h: &[E], weight: &[E::Acc], scale: E::Acc, bias: &[E::Acc], eps: E::Acc, size: Size, to: Read<E>,
+        h: &[E], weight: &[E::Acc], scale: E::Acc, bias: &[E::Acc], eps: E::Acc, by: Divisor, to: JointResults<E>,
     ) {
-        let Read { x, mixes, shares, scales, slopes } = to;
+        let JointResults { x, mixes, sigmoids, scales, slopes } = to;
         let n = bias.len();
         let (d, k) = (x.len() / scales.len(), mixes.len() / scales.len());
         let rows = h.chunks_exact(n * d).zip(x.chunks_exact_mut(d)).zip(mixes.chunks_exact_mut(k));
         let sizes = scales.iter_mut().zip(slopes);
-        for (((h, x), mixes), (shares, (r, slope))) in rows.zip(shares.chunks_exact_mut(n).zip(sizes)) {
-            (*r, *slope) = of_size(size, dot::<E, E, S>(h, h), n * d);
+        for (((h, x), mixes), (sigmoids, (r, slope))) in rows.zip(sigmoids.chunks_exact_mut(n).zip(sizes)) {
+            let squares = dot::<E, E, S>(h, h);
+            (*r, *slope) = of_size(by, squares, n * d);
             dots::<E, S>(h, weight, mixes);
             for m in mixes.iter_mut() {
                 *m = *m * *r;
             }
-            for ((share, m), b) in shares.iter_mut().zip(&*mixes).zip(bias) {
-                *share = E::Acc::ONE / (E::Acc::ONE + (-(*m * scale + *b)).exp());
+            if squares == E::Acc::from_f64(f64::INFINITY) {
+                (*r, *slope) = read_large(h, weight, by, mixes);
             }
-            combine::<E, S>(h.chunks_exact(d).zip(shares.iter().map(|share| *share + eps)), x);
+            for ((sigmoid, m), b) in sigmoids.iter_mut().zip(&*mixes).zip(bias) {
+                *sigmoid = E::Acc::ONE / (E::Acc::ONE + (-(*m * scale + *b)).exp());
+            }
+            combine::<E, S>(h.chunks_exact(d).zip(sigmoids.iter().map(|sigmoid| *sigmoid + eps)), x);
         }
     }
 }
 
+/// Computes m, r and c/⟨dm, m⟩ of streams whose squares overflow, from the streams divided by their largest number.
+#[cold]
+#[inline(never)]
+fn read_large<E: Element>(h: &[E], weight: &[E::Acc], by: Divisor, mixes: &mut [E::Acc]) -> (E::Acc, E::Acc) {
+    let mut h: Vec<E::Acc> = collected(h.iter().map(|h| h.load()));
+    let (largest, width) = (magnitude(&h), E::Acc::from_f64(h.len() as f64));
+    h.iter_mut().for_each(|h| *h = *h / largest);
+    let squares = h.iter().fold(E::Acc::ZERO, |sum, h| sum + *h * *h);
+    // 1/r² is largest² times this; next to it ε is nothing.
+    let (mean, share) = match by {
+        Divisor::RootMeanSquare(_) => (squares / width, E::Acc::ONE / width),
+        Divisor::Norm(_) => (squares, E::Acc::ONE),
+    };
+    let of_divided = E::Acc::ONE / mean.sqrt();
+    for (m, w) in mixes.iter_mut().zip(weight.chunks_exact(h.len())) {
+        *m = w.iter().zip(&h).fold(E::Acc::ZERO, |sum, (w, h)| sum + *w * *h) * of_divided;
+    }
+    let r = of_divided / largest;
+    (r, -(r * r * share))
+}
+
 /// Returns r and c/⟨dm, m⟩ for a sum of `width` squares.
 #[inline(always)]
-fn of_size<A: Accumulator>(size: Size, squares: A, width: usize) -> (A, A) {
+fn of_size<A: Accumulator>(by: Divisor, squares: A, width: usize) -> (A, A) {
     let width = A::from_f64(width as f64);
-    match size {
-        Size::RootMeanSquare(eps) => {
+    match by {
+        Divisor::RootMeanSquare(eps) => {
             let r = A::ONE / (squares / width + A::from_f64(eps)).sqrt();
             (r, -(r * r / width))
         }
-        Size::Norm(eps) => {
+        Divisor::Norm(eps) => {
             let (norm, eps) = (squares.sqrt(), A::from_f64(eps));
             match norm < eps {
                 true => (A::ONE / eps, A::ZERO),
@@ -93,20 +120,20 @@ multiversion! {
 }
 
 multiversion! {
-    /// Computes dh. `dm` is r·dm, `shares` p and `of_h` c; `written` is dh′, if there is a write.
+    /// Computes dh. `steps` is r·dm, and `of_h` is c; `written` is dh′, if there is a write.
     pub fn stream_gradients[isa S][E: Element](
-        dx: &[E], h: &[E], written: Option<&[E]>, weight: &[E::Acc], dm: &[E::Acc], shares: &[E::Acc],
+        dx: &[E], h: &[E], written: Option<&[E]>, weight: &[E::Acc], steps: &[E::Acc], p: &[E::Acc],
         of_h: &[E::Acc], d: usize, dh: &mut [E],
     ) {
         let positions = of_h.len();
-        let (n, k) = (shares.len() / positions, dm.len() / positions);
+        let (n, k) = (p.len() / positions, steps.len() / positions);
         for (i, dh) in dh.chunks_exact_mut(d).enumerate() {
             let (row, at) = (i * d..(i + 1) * d, i / n);
-            let pairs = [(&dx[at * d..(at + 1) * d], shares[i]), (&h[row.clone()], of_h[at])];
+            let pairs = [(&dx[at * d..(at + 1) * d], p[i]), (&h[row.clone()], of_h[at])];
             let written = written.map(|written| (&written[row.clone()], E::Acc::ONE));
             // The columns of W that belong to this stream.
             let columns = i % n * d..(i % n + 1) * d;
-            let products = weight.chunks_exact(n * d).map(|w| &w[columns.clone()]).zip(dm[at * k..].iter().copied());
+            let products = weight.chunks_exact(n * d).map(|w| &w[columns.clone()]).zip(steps[at * k..].iter().copied());
             combine_both::<E, S>(pairs.into_iter().chain(written), products, dh);
         }
     }

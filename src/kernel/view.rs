@@ -1,5 +1,6 @@
 //! The form in which kernels receive a tensor: a matrix in memory, with a dtype that is known at run time.
 
+use crate::error::{Error, Result};
 use crate::host::has_memory;
 use tch::{Device, Kind, Tensor};
 
@@ -34,6 +35,20 @@ impl View {
         let in_rows = (step == 1 || cols <= 1) && (stride >= cols || rows <= 1);
         let is_there = t.device() == Device::Cpu && in_rows && has_memory(t);
         is_there.then(|| View { data: t.data_ptr().cast(), rows, cols, stride, dtype })
+    }
+
+    /// Returns the view of a contiguous tensor on the CPU as rows of `cols` numbers. Errors unless it is of the given type
+    /// and has `rows` rows.
+    pub fn of_rows(t: &Tensor, kind: Kind, [rows, cols]: [i64; 2]) -> Result<View> {
+        let fits = t.kind() == kind && t.numel() as i64 == rows * cols && t.is_contiguous();
+        let view = if fits { View::of(&t.f_view([rows, cols])?) } else { None };
+        view.ok_or_else(|| {
+            let (found, size, device) = (t.kind(), t.size(), t.device());
+            Error::Torch(format!(
+                "a kernel expected a contiguous {kind:?} tensor of {rows} rows of {cols} on the CPU, got {found:?} {size:?} on \
+                 {device:?}"
+            ))
+        })
     }
 
     pub fn is_absent(&self) -> bool {

@@ -1,65 +1,85 @@
 //! Attention over depth (docs/spec.md §2.22): the kernel on a CPU, elsewhere tch's operations.
 
-use super::mixing::{computing, inverse_rms, wide};
+use super::sizes::{computing, inverse_rms, wide};
 use crate::error::Result;
 use crate::kernel::depth_attention::call::{self as kernel, Operands};
 use crate::operator::{apply, Differentiable, Recording};
 use tch::{Kind, Tensor};
 
 /// Reads the outputs v_0, v_1, …, each (…, d), with the query (d), or (queries, d), in which a gain is contained. The
-/// normed form sums up v_i/RMS(v_i). Returns the sum (…, d), or (queries, …, d), and the scores (…, queries, outputs).
-pub fn attend(outputs: &[&Tensor], query: &Tensor, is_normed: bool) -> Result<[Tensor; 2]> {
+/// normed form sums up v_i/RMS(v_i). Returns the sum (…, d), or (queries, …, d), and the scores (…, queries, outputs), which
+/// have no gradient. In a training loop (`is_training`) the CPU's kernel computes it, which has no second derivative.
+pub fn attend(outputs: &[&Tensor], query: &Tensor, is_normed: bool, is_training: bool) -> Result<[Tensor; 2]> {
     let u = query.f_to_kind(computing(outputs[0]))?.f_view([-1, *query.size().last().expect("a query has numbers")])?;
-    let [x, scores] = match kernel::computes(outputs) {
+    let [x, scores] = match is_training && outputs[0].numel() > 0 {
         false => composed(outputs, &u, is_normed)?,
         true => {
             let inputs: Vec<&Tensor> = std::iter::once(&u).chain(outputs.iter().copied()).collect();
-            let function = DepthAttention { is_normed };
+            let node = DepthAttentionNode { is_normed };
             let results = match Recording::is_on() && inputs.iter().any(|t| t.requires_grad()) {
-                true => apply(function, &inputs)?,
-                false => function.forward(inputs.into_iter().map(Tensor::shallow_clone).collect())?,
+                true => apply(node, &inputs)?,
+                false => node.forward(inputs.into_iter().map(Tensor::shallow_clone).collect())?,
             };
             results.try_into().expect("a sum and scores")
         }
     };
-    Ok([if query.dim() == 1 { x.f_squeeze_dim(0)? } else { x }, scores])
+    Ok([if query.dim() == 1 { x.f_squeeze_dim(0)? } else { x }, scores.f_detach()?])
 }
 
-struct DepthAttention {
+struct DepthAttentionNode {
     is_normed: bool,
 }
 
-impl DepthAttention {
+impl DepthAttentionNode {
     /// Calls `compute` with the inputs, of which the first are the queries.
     fn with<R>(&self, inputs: Vec<Tensor>, compute: impl FnOnce(&Operands) -> Result<R>) -> Result<R> {
         let inputs = inputs.iter().map(|t| Ok(t.f_contiguous()?)).collect::<Result<Vec<_>>>()?;
         let [queries, outputs @ ..] = &inputs[..] else { unreachable!("the queries are an input") };
-        compute(&Operands { outputs, queries, is_normed: self.is_normed })
+        compute(&Operands { outputs, queries, computed: computing(&outputs[0]), is_normed: self.is_normed })
     }
 }
 
-impl Differentiable for DepthAttention {
+impl Differentiable for DepthAttentionNode {
     fn saves_inputs(&self) -> bool {
         true
     }
 
     fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
-        self.with(inputs, |given| Ok(kernel::forward(given)?.into()))
+        self.with(inputs, |given| {
+            let (first, queries) = (&given.outputs[0], given.queries.size()[0]);
+            let mut size = first.size();
+            let x = Tensor::f_empty([&[queries], &size[..]].concat(), (first.kind(), first.device()))?;
+            size.pop();
+            size.extend([queries, given.outputs.len() as i64]);
+            let scores = Tensor::f_empty(size.as_slice(), (given.computed, first.device()))?;
+            kernel::forward(given, &x.f_unbind(0)?, &scores)?;
+            Ok(vec![x, scores])
+        })
     }
 
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         let Some(g) = &gradients[0] else { return Ok(inputs.iter().map(|_| None).collect()) };
-        self.with(inputs, |given| Ok(kernel::backward(g, given)?.into_iter().map(Some).collect()))
+        self.with(inputs, |given| {
+            let first = &given.outputs[0];
+            let du = Tensor::f_zeros(given.queries.size().as_slice(), (given.computed, first.device()))?;
+            let dv =
+                given.outputs.iter().map(|_| Tensor::f_empty(first.size().as_slice(), (first.kind(), first.device())));
+            let dv = dv.collect::<std::result::Result<Vec<_>, _>>()?;
+            kernel::backward(given, &g.f_contiguous()?.f_unbind(0)?, &du, &dv)?;
+            Ok(std::iter::once(du).chain(dv).map(Some).collect())
+        })
     }
 }
 
 /// Computes the sum and the scores with tch's operations. `u` is (queries, d) in the type of the computation.
 fn composed(outputs: &[&Tensor], u: &Tensor, is_normed: bool) -> Result<[Tensor; 2]> {
-    let scales = outputs.iter().map(|v| inverse_rms(&wide(v)?)).collect::<Result<Vec<_>>>()?;
-    let scores = outputs.iter().zip(&scales).map(|(v, scale)| {
-        Ok(wide(v)?.f_linear::<&Tensor>(u, None)?.f_mul(scale)?) // (…, queries)
+    let parts = outputs.iter().map(|v| {
+        let v = wide(v)?;
+        let scale = inverse_rms(&v)?;
+        Ok((v.f_linear::<&Tensor>(u, None)?.f_mul(&scale)?, scale)) // (…, queries), (…, 1)
     });
-    let scores = Tensor::f_stack(&scores.collect::<Result<Vec<_>>>()?, -1)?;
+    let (scores, scales): (Vec<_>, Vec<_>) = parts.collect::<Result<Vec<_>>>()?.into_iter().unzip();
+    let scores = Tensor::f_stack(&scores, -1)?;
     let mut weights = scores.f_softmax(-1, None::<Kind>)?;
     if is_normed {
         weights = weights.f_mul(&Tensor::f_cat(&scales, -1)?.f_unsqueeze(-2)?)?;
@@ -71,8 +91,11 @@ fn composed(outputs: &[&Tensor], u: &Tensor, is_normed: bool) -> Result<[Tensor;
         let first = outputs[0].f_mul(&weight(0)?)?;
         (1..outputs.len()).try_fold(first, |sum, i| Ok(sum.f_addcmul(outputs[i], &weight(i)?)?))
     };
-    let x = (0..u.size()[0]).map(sum).collect::<Result<Vec<_>>>()?;
-    Ok([Tensor::f_stack(&x, 0)?, scores])
+    let x = match u.size()[0] {
+        1 => sum(0)?.f_unsqueeze(0)?,
+        queries => Tensor::f_stack(&(0..queries).map(sum).collect::<Result<Vec<_>>>()?, 0)?,
+    };
+    Ok([x, scores])
 }
 
 #[cfg(test)]
@@ -109,7 +132,9 @@ mod tests {
                         results.extend([x, scores]);
                         results
                     };
-                    for (found, wanted) in run(kind, attend).iter().zip(run(Kind::Double, composed)) {
+                    for (found, wanted) in
+                        run(kind, |v, u, normed| attend(v, u, normed, true)).iter().zip(run(Kind::Double, composed))
+                    {
                         assert_eq!(found.size(), wanted.size());
                         let error = (found.to_kind(Kind::Double) - &wanted).abs().sum(Kind::Double).double_value(&[]);
                         let size = wanted.abs().sum(Kind::Double).double_value(&[]);

@@ -4,10 +4,10 @@
 //!
 //! r is one over the size of vec(H) (kernel/joint_read.rs), m₀ the first n numbers of m.
 
-use super::mixing::{unit, unit_rms, wide};
+use super::sizes::{computing, unit, unit_rms, wide};
 use crate::error::Result;
-use crate::kernel::joint_read::call::{self as kernel, Weights};
-use crate::kernel::joint_read::Size;
+use crate::kernel::joint_read::call::{self as kernel, ReadShape};
+use crate::kernel::joint_read::Divisor;
 use crate::operator::{apply, mix_streams, Differentiable, Recording};
 use std::cell::OnceCell;
 use tch::{Kind, Tensor};
@@ -22,101 +22,117 @@ pub struct JointRead {
     pub mixes: Tensor,
 }
 
-/// Reads streams (…, n, d). W (rows, n·d), s (1) and b (n) are in the type of the computation; `eps` is p's ε.
-pub fn read(streams: &Tensor, parameters: [&Tensor; 3], size: Size, eps: f64) -> Result<JointRead> {
-    if !kernel::computes(streams) {
-        return composed(streams, parameters, size, eps);
+/// Reads streams (…, n, d). W (rows, n·d), s (1) and b (n) are in the type of the computation; `eps` is p's ε. In a training
+/// loop (`is_training`) the CPU's kernel computes it, which has no second derivative.
+pub fn read(streams: &Tensor, parameters: [&Tensor; 3], by: Divisor, eps: f64, is_training: bool) -> Result<JointRead> {
+    if !is_training || streams.numel() == 0 {
+        return composed(streams, parameters, by, eps);
     }
-    let function = Function { size, eps, kept: OnceCell::new() };
+    let node = JointReadNode { by, eps, kept: OnceCell::new() };
     let [weight, scale, bias] = parameters;
     let inputs = [streams, weight, scale, bias];
     let results = match Recording::is_on() && inputs.iter().any(|t| t.requires_grad()) {
-        true => apply(function, &inputs)?,
-        false => function.forward(inputs.map(Tensor::shallow_clone).into())?,
+        true => apply(node, &inputs)?,
+        false => node.forward(inputs.map(Tensor::shallow_clone).into())?,
     };
     let [streams, x, mixes] = results.try_into().expect("streams, x and m");
     Ok(JointRead { streams, x, mixes })
 }
 
 /// Computes the read with operators and tch's operations.
-fn composed(streams: &Tensor, [weight, scale, bias]: [&Tensor; 3], size: Size, eps: f64) -> Result<JointRead> {
+fn composed(streams: &Tensor, [weight, scale, bias]: [&Tensor; 3], by: Divisor, eps: f64) -> Result<JointRead> {
     let flat = wide(&streams.f_flatten(-2, -1)?)?; // (…, n·d)
-    let normed = match size {
-        Size::RootMeanSquare(_) => unit_rms(&flat)?,
-        Size::Norm(_) => unit(&flat)?,
+    let normed = match by {
+        Divisor::RootMeanSquare(eps) => unit_rms(&flat, eps)?,
+        Divisor::Norm(eps) => unit(&flat, eps)?,
     };
     let mixes = normed.f_linear::<&Tensor>(weight, None)?;
-    let shares = shares(&mixes, scale, bias)?.f_add_scalar(eps)?;
-    let x = mix_streams(streams, &shares.f_unsqueeze(-2)?, None)?.f_squeeze_dim(-2)?;
+    let logits = mixes.f_narrow(-1, 0, bias.size1()?)?.f_mul(scale)?.f_add(bias)?;
+    let p = logits.f_sigmoid()?.f_add_scalar(eps)?;
+    let x = mix_streams(streams, &p.f_unsqueeze(-2)?, None)?.f_squeeze_dim(-2)?;
     Ok(JointRead { streams: streams.shallow_clone(), x, mixes })
 }
 
-/// Returns σ(s m₀ + b), (…, n).
-fn shares(mixes: &Tensor, scale: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    Ok(mixes.f_narrow(-1, 0, bias.size1()?)?.f_mul(scale)?.f_add(bias)?.f_sigmoid()?)
-}
-
-struct Function {
-    size: Size,
+struct JointReadNode {
+    by: Divisor,
     eps: f64,
-    /// The streams as a matrix (positions, n·d), and what the forward pass has computed from them.
-    kept: OnceCell<(Tensor, Weights)>,
+    /// m, σ(s m₀ + b), r and c/⟨dm, m⟩, (positions, …), which the forward pass keeps for the backward pass.
+    kept: OnceCell<[Tensor; 4]>,
 }
 
-impl Differentiable for Function {
+impl Differentiable for JointReadNode {
     fn saves_inputs(&self) -> bool {
         true
     }
 
     fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
         let [streams, weight, scale, bias] = &inputs[..] else { unreachable!("H, W, s and b") };
+        // Another tensor on H's memory, because an input cannot be an output.
         let streams = streams.f_detach()?.f_contiguous()?;
-        let [around @ .., n, d] = &streams.size()[..] else { unreachable!("streams are (…, n, d)") };
-        let flat = streams.f_view([-1, n * d])?;
-        let (weight, bias) = (weight.f_contiguous()?, bias.f_contiguous()?);
-        let (x, weights) = kernel::forward(&flat, &weight, scale.f_double_value(&[0])?, &bias, self.eps, self.size)?;
-        let shaped = |t: &Tensor| t.f_reshape([around, &[t.size()[1]]].concat().as_slice());
-        let made = vec![streams.f_detach()?, shaped(&x)?, shaped(&weights.mixes)?];
-        self.kept.get_or_init(|| (flat, Weights { mixes: weights.mixes.detach(), ..weights }));
-        Ok(made)
+        let size = streams.size();
+        let [around @ .., n, d] = &size[..] else { unreachable!("streams are (…, n, d)") };
+        let shape = shape(&streams, weight);
+        let computed = computing(&streams);
+        let made =
+            |last: i64, kind: Kind| Tensor::f_empty([around, &[last]].concat().as_slice(), (kind, streams.device()));
+        let (x, mixes) = (made(*d, streams.kind())?, made(shape.rows, computed)?);
+        let (sigmoids, scales, slopes) = (made(*n, computed)?, made(1, computed)?, made(1, computed)?);
+        let parameters = [&weight.f_contiguous()?, &bias.f_contiguous()?];
+        let numbers = [scale.f_double_value(&[0])?, self.eps];
+        let to = [&x, &mixes, &sigmoids, &scales, &slopes];
+        kernel::forward(shape, computed, &streams, parameters, numbers, self.by, to)?;
+        let rows = |t: &Tensor| t.f_detach()?.f_view([shape.positions, *t.size().last().expect("a last dimension")]);
+        let kept = [rows(&mixes)?, rows(&sigmoids)?, rows(&scales)?, rows(&slopes)?];
+        self.kept.set(kept).expect("the forward pass runs once");
+        Ok(vec![streams, x, mixes])
     }
 
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
-        let [streams, weight, scale, bias] = &inputs[..] else { unreachable!("H, W, s and b") };
-        let (flat, Weights { mixes, shares: p, scales, slopes }) = self.kept.get().expect("forward has kept them");
+        let [streams, weight, scale, _] = &inputs[..] else { unreachable!("H, W, s and b") };
+        let [mixes, sigmoids, scales, slopes] = self.kept.get().expect("the forward pass has kept them");
         let [written, dx, dm] = &gradients[..] else { unreachable!("a gradient for each result") };
-        let as_rows = |t: &Tensor, columns: i64| t.f_reshape([-1, columns].as_slice())?.f_contiguous();
-        let (n, d) = (bias.size1()?, streams.size()[streams.dim() - 1]);
-        let kind = weight.kind();
+        let (shape, computed) = (shape(streams, weight), computing(streams));
+        let ReadShape { positions, n, d, rows } = shape;
+        let (streams, weight) = (streams.f_contiguous()?, weight.f_contiguous()?);
+        let made = |like: &Tensor| Tensor::f_empty(like.size().as_slice(), (like.kind(), like.device()));
         let dx = match dx {
-            Some(dx) => as_rows(dx, d)?,
-            None => Tensor::f_zeros([flat.size()[0], d].as_slice(), (flat.kind(), flat.device()))?,
+            Some(dx) => dx.f_contiguous()?,
+            None => Tensor::f_zeros([positions, d].as_slice(), (streams.kind(), streams.device()))?,
         };
+        let dp = made(sigmoids)?;
+        kernel::gradient_of_shares(shape, computed, &dx, &streams, &dp)?;
         // The gradient of s m₀ + b is dp σ(1 − σ).
-        let dp = kernel::gradient_of_shares(&dx, flat, kind)?;
-        let dlogits = dp.f_mul(p)?.f_mul(&p.f_neg()?.f_add_scalar(1.0)?)?;
+        let dlogits = dp.f_mul(sigmoids)?.f_mul(&sigmoids.f_neg()?.f_add_scalar(1.0)?)?;
         let first = mixes.f_narrow(1, 0, n)?;
-        let dscale = dlogits.f_mul(&first)?.f_sum(Kind::Double)?.f_to_kind(kind)?.f_view([1])?;
+        let dscale = dlogits.f_mul(&first)?.f_sum(Kind::Double)?.f_to_kind(computed)?.f_view([1])?;
         let dbias = dlogits.f_sum_dim_intlist([0i64].as_slice(), false, None::<Kind>)?;
-        let dm = match dm {
-            Some(dm) => as_rows(dm, mixes.size()[1])?,
+        let outside = match dm {
+            Some(dm) => dm.f_reshape([positions, rows].as_slice())?,
             None => mixes.f_zeros_like()?,
         };
-        let of_first = dm.f_narrow(1, 0, n)?.f_add(&dlogits.f_mul(scale)?)?;
-        let dm = Tensor::f_cat(&[of_first, dm.f_narrow(1, n, mixes.size()[1] - n)?], 1)?;
-        let of_size = dm.f_mul(mixes)?.f_sum_dim_intlist([1i64].as_slice(), true, None::<Kind>)?; // ⟨dm, m⟩
-        let scaled = dm.f_mul(scales)?;
-        let dweight = scaled.f_transpose(0, 1)?.f_mm(&wide(flat)?)?;
-        let written = written.as_ref().map(|t| as_rows(t, n * d)).transpose()?;
-        let (p, c) = (p.f_add_scalar(self.eps)?, of_size.f_mul(slopes)?);
-        let dh = kernel::gradient_of_streams(&dx, flat, written.as_ref(), [&weight.f_contiguous()?, &scaled, &p, &c])?;
-        Ok([dh.f_view(streams.size().as_slice())?, dweight, dscale, dbias].map(Some).into())
+        let of_first = outside.f_narrow(1, 0, n)?.f_add(&dlogits.f_mul(scale)?)?;
+        let dm = Tensor::f_cat(&[of_first, outside.f_narrow(1, n, rows - n)?], 1)?;
+        let of_h = dm.f_mul(mixes)?.f_sum_dim_intlist([1i64].as_slice(), true, None::<Kind>)?.f_mul(slopes)?; // c
+        let steps = dm.f_mul(scales)?; // r·dm
+        let flat = streams.f_view([positions, n * d])?;
+        let dweight = steps.f_transpose(0, 1)?.f_mm(&wide(&flat)?)?;
+        let written = written.as_ref().map(|written| written.f_contiguous()).transpose()?;
+        let dh = made(&streams)?;
+        let given = [&weight, &steps, &sigmoids.f_add_scalar(self.eps)?, &of_h];
+        kernel::gradient_of_streams(shape, computed, &dx, &streams, written.as_ref(), given, &dh)?;
+        Ok([dh, dweight, dscale, dbias].map(Some).into())
     }
+}
+
+fn shape(streams: &Tensor, weight: &Tensor) -> ReadShape {
+    let size = streams.size();
+    let [around @ .., n, d] = &size[..] else { unreachable!("streams are (…, n, d)") };
+    ReadShape { positions: around.iter().product(), n: *n, d: *d, rows: weight.size()[0] }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::mixing::{EPS, LEAST_NORM};
+    use super::super::sizes::{EPS, LEAST_NORM};
     use super::*;
     use crate::cpu::simd::{force, Level};
     use tch::Device;
@@ -125,11 +141,11 @@ mod tests {
     fn the_kernel_computes_the_formula_and_its_gradients() {
         tch::manual_seed(6);
         let random = |size: &[i64], kind: Kind| Tensor::randn(size, (Kind::Double, Device::Cpu)).to_kind(kind);
-        let sizes = [Size::RootMeanSquare(EPS), Size::Norm(LEAST_NORM)];
+        let divisors = [Divisor::RootMeanSquare(EPS), Divisor::Norm(LEAST_NORM)];
         for level in Level::ALL {
             force(Some(level));
             for (kind, bound) in [(Kind::Float, 1e-5), (Kind::Double, 1e-12), (Kind::BFloat16, 2e-2)] {
-                for (size, rows, n, d, is_written) in
+                for (by, rows, n, d, is_written) in
                     [(0, 1, 1, 1, true), (0, 3, 4, 33, true), (1, 400, 4, 32, true), (1, 7, 2, 65, false)]
                 {
                     let wide = if kind == Kind::Double { kind } else { Kind::Float };
@@ -145,14 +161,14 @@ mod tests {
                         random(&[2, rows, d], kind),
                         random(&[2, rows, n + 3], kind),
                     ];
-                    type Form = fn(&Tensor, [&Tensor; 3], Size, f64) -> Result<JointRead>;
+                    type Form = fn(&Tensor, [&Tensor; 3], Divisor, f64) -> Result<JointRead>;
                     let run = |is_exact: bool, form: Form| {
                         let leaf = |t: &Tensor| {
                             if is_exact { t.to_kind(Kind::Double) } else { t.copy() }.set_requires_grad(true)
                         };
                         let leaves = inputs.each_ref().map(leaf);
                         let [h, w, s, b] = leaves.each_ref();
-                        let JointRead { streams, x, mixes } = form(h, [w, s, b], sizes[size], EPS).unwrap();
+                        let JointRead { streams, x, mixes } = form(h, [w, s, b], divisors[by], EPS).unwrap();
                         let results = [streams, x, mixes];
                         let used = results.iter().zip(&given).skip(usize::from(!is_written));
                         let loss: Tensor = used.map(|(t, g)| (t * g.to_kind(t.kind())).sum(Kind::Double)).sum();
@@ -160,7 +176,11 @@ mod tests {
                         all.extend(results);
                         all
                     };
-                    for (i, (found, wanted)) in run(false, read).iter().zip(run(true, composed)).enumerate() {
+                    for (i, (found, wanted)) in run(false, |h, w, by, eps| read(h, w, by, eps, true))
+                        .iter()
+                        .zip(run(true, composed))
+                        .enumerate()
+                    {
                         assert_eq!(found.size(), wanted.size());
                         let error = (found.to_kind(Kind::Double) - &wanted).abs().sum(Kind::Double).double_value(&[]);
                         let size = wanted.abs().sum(Kind::Double).double_value(&[]);
@@ -171,5 +191,24 @@ mod tests {
             }
         }
         force(None);
+    }
+
+    #[test]
+    fn streams_whose_squares_overflow_have_gates() {
+        tch::manual_seed(8);
+        let random = |size: &[i64]| Tensor::randn(size, (Kind::Float, Device::Cpu));
+        let [h, w, s, b] = [random(&[3, 4, 33]) * 1e30, random(&[7, 132]) * 1e20, random(&[1]) * 1e-20, random(&[4])];
+        let exact = [&h, &w, &s, &b].map(|t| t.to_kind(Kind::Double));
+        for by in [Divisor::RootMeanSquare(EPS), Divisor::Norm(LEAST_NORM)] {
+            let JointRead { x, mixes, .. } = read(&h, [&w, &s, &b], by, EPS, true).unwrap();
+            let [h, w, s, b] = &exact;
+            let wanted = composed(h, [w, s, b], by, EPS).unwrap();
+            for (found, wanted) in [(x, wanted.x), (mixes, wanted.mixes)] {
+                assert!(
+                    found.to_kind(Kind::Double).allclose(&wanted, 1e-4, 1e-30, false),
+                    "{by:?}: {found} for {wanted}"
+                );
+            }
+        }
     }
 }

@@ -146,7 +146,8 @@ impl BuiltSublayer {
     pub fn input(&self, streams: &mut Streams, ctx: &Context) -> Result<Tensor> {
         let x = match &self.around.mixing {
             Some(mixing) => {
-                let (x, unwritten) = mixing.read(&streams.tensors().collect::<Vec<_>>(), ctx.watch())?;
+                let (x, unwritten) =
+                    mixing.read(&streams.tensors().collect::<Vec<_>>(), ctx.watch(), ctx.has_flat())?;
                 streams.unwritten = unwritten;
                 x
             }

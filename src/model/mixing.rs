@@ -4,19 +4,15 @@
 use super::depth_attention::attend;
 use super::joint_read::{self, JointRead};
 use super::residual::learned;
+use super::sizes::{computing, unit_rms, wide, EPS, LEAST_NORM};
 use super::Builder;
 use crate::analysis::Watch;
-use crate::error::Result;
-use crate::kernel::joint_read::Size;
-use crate::norm::{rms_norm, scale_norm};
-use crate::operator::{mix_streams, sinkhorn, RowNormOp};
+use crate::error::{Error, Result};
+use crate::kernel::joint_read::Divisor;
+use crate::operator::{mix_streams, sinkhorn};
 use crate::residual::{Gates, Mixing};
 use tch::{Kind, Tensor};
 
-/// The ε that is added to mean squares, to gates, and to the divisors in Sinkhorn's algorithm.
-pub(super) const EPS: f64 = 1e-6;
-/// The least norm by which [`Gates::Permuted`] divides.
-pub(super) const LEAST_NORM: f64 = 1e-12;
 /// The ε of the LayerNorm in [`Gates::Each`], equal to PyTorch's default.
 const LAYER_NORM_EPS: f64 = 1e-5;
 
@@ -69,17 +65,23 @@ impl BuiltMixing {
     }
 
     /// Returns the input of the sublayer (or of the stack's end), and the state that [`write`](Self::write) needs.
-    pub fn read(&self, tensors: &[&Tensor], watch: Option<&Watch>) -> Result<(Tensor, Option<PendingWrite>)> {
+    /// In a training loop (`is_training`) kernels of the CPU compute it, which have no second derivative.
+    pub fn read(
+        &self,
+        tensors: &[&Tensor],
+        watch: Option<&Watch>,
+        is_training: bool,
+    ) -> Result<(Tensor, Option<PendingWrite>)> {
         let note = |scores: &Tensor| watch.map_or(Ok(()), |watch| watch.mixing(scores));
         let parameters: Vec<&Tensor> = self.parameters.iter().collect();
         match (&self.declared, parameters.as_slice()) {
             (Mixing::Hyper(hyper), parameters) => match (hyper.gates.as_ref(), parameters) {
                 (Gates::Joint { magnitude, iterations, .. }, [weight, scale, bias]) => {
-                    joint(tensors[0], [weight, scale, bias], *magnitude, *iterations, note)
+                    joint(tensors[0], [weight, scale, bias], *magnitude, *iterations, is_training, note)
                 }
                 (Gates::Permuted { .. }, [gain, weight, scale, bias]) => {
                     let permutations = self.permutations.as_ref().expect("`build` has made them");
-                    permuted(tensors[0], [gain, weight, scale, bias], permutations, note)
+                    permuted(tensors[0], [gain, weight, scale, bias], permutations, is_training, note)
                 }
                 (Gates::Each { .. }, [bias, dynamic @ ..]) => each(tensors[0], bias, dynamic, note),
                 (Gates::Channel { magnitude, .. }, [gain, down, up, write @ ..]) => {
@@ -94,10 +96,10 @@ impl BuiltMixing {
             (Mixing::Depth(_), []) => Ok((tensors[0].shallow_clone(), None)),
             (Mixing::Depth(_), [query, gain @ ..]) => {
                 let [x, scores] = match gain {
-                    [gain] => attend(tensors, &wide(query)?.f_mul(&wide(gain)?)?, false)?,
+                    [gain] => attend(tensors, &wide(query)?.f_mul(&wide(gain)?)?, false, is_training)?,
                     _ => {
                         let d = *query.size().last().expect("a query has numbers");
-                        attend(tensors, &wide(query)?.f_mul_scalar((d as f64).powf(-0.5))?, true)?
+                        attend(tensors, &wide(query)?.f_mul_scalar((d as f64).powf(-0.5))?, true, is_training)?
                     }
                 };
                 note(&scores)?;
@@ -151,41 +153,64 @@ impl BuiltMixing {
 
 type Read = (Tensor, Option<PendingWrite>);
 
+/// The read of gates that are functions of all streams together, and their scores s·m + b.
+struct Scores {
+    read: JointRead,
+    /// s, a number for each part.
+    scale: Tensor,
+    bias: Tensor,
+}
+
+impl Scores {
+    /// Reads the streams; `eps` is p's ε. `weight` is in the type of the computation.
+    fn read(
+        streams: &Tensor,
+        [weight, scale, bias]: [&Tensor; 3],
+        by: Divisor,
+        eps: f64,
+        is_training: bool,
+    ) -> Result<Self> {
+        let kind = computing(streams);
+        let (scale, bias) = (scale.f_to_kind(kind)?, bias.f_to_kind(kind)?);
+        let first = bias.f_narrow(0, 0, streams.size()[streams.dim() - 2])?;
+        let read = joint_read::read(streams, [weight, &scale.f_narrow(0, 0, 1)?, &first], by, eps, is_training)?;
+        Ok(Scores { read, scale, bias })
+    }
+
+    /// Returns part `index` of s·m + b, which has `count` numbers from number `from` on.
+    fn part(&self, index: i64, from: i64, count: i64) -> Result<Tensor> {
+        let scaled = self.read.mixes.f_narrow(-1, from, count)?.f_mul(&self.scale.f_narrow(0, index, 1)?)?;
+        Ok(scaled.f_add(&self.bias.f_narrow(0, from, count)?)?)
+    }
+}
+
 /// Reads with the gates of [`Gates::Joint`]. `note` records the gates' scores for diagnostics, here and below.
 fn joint(
     streams: &Tensor,
     [weight, scale, bias]: [&Tensor; 3],
     magnitude: f64,
     iterations: i64,
+    is_training: bool,
     note: impl Fn(&Tensor) -> Result<()>,
 ) -> Result<Read> {
     let n = streams.size()[streams.dim() - 2];
-    let kind = computing(streams);
-    let cast = |t: &Tensor| t.f_to_kind(kind);
-    let (weight, first) = (cast(weight)?, cast(&scale.f_narrow(0, 0, 1)?)?);
-    let bias = cast(bias)?;
-    let given = [&weight, &first, &bias.f_narrow(0, 0, n)?];
-    let JointRead { streams, x, mixes } = joint_read::read(streams, given, Size::RootMeanSquare(EPS), EPS)?;
-    note(&mixes)?;
-    // Part `index` of s·m + b, which has `count` numbers from number `from` on.
-    let part = |index: i64, from: i64, count: i64| -> Result<Tensor> {
-        let scaled = mixes.f_narrow(-1, from, count)?.f_mul(&cast(&scale.f_narrow(0, index, 1)?)?)?;
-        Ok(scaled.f_add(&bias.f_narrow(0, from, count)?)?)
-    };
-    let scales = scale.size1()?; // the number of the gates' parts: p, g and R, or only the first ones
-    if scales == 1 {
+    let weight = weight.f_to_kind(computing(streams))?;
+    let scores = Scores::read(streams, [&weight, scale, bias], Divisor::RootMeanSquare(EPS), EPS, is_training)?;
+    note(&scores.read.mixes)?;
+    let gates =
+        |eps: f64| Ok::<_, Error>(scores.part(1, n, n)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_add_scalar(eps)?);
+    let write = match scale.size1()? {
         // At the stack's end nothing is written.
-        return Ok((x, None));
-    }
-    if scales == 2 {
+        1 => None,
         // Without iterations the streams are not mixed: R = I.
-        let gates = part(1, n, n)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_add_scalar(EPS)?.f_unsqueeze(-1)?;
-        let weights = WriteWeights::Gated(gates.f_to_kind(streams.kind())?);
-        return Ok((x, Some(PendingWrite { streams, weights })));
-    }
-    let gates = part(1, n, n)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_unsqueeze(-1)?;
-    let logits = part(2, 2 * n, n * n)?.f_unflatten(-1, [n, n].as_slice())?;
-    Ok((x, Some(mixed(streams, &sinkhorn(&logits, iterations, EPS)?, &gates)?)))
+        2 => Some(WriteWeights::Gated(gates(EPS)?.f_unsqueeze(-1)?.f_to_kind(streams.kind())?)),
+        _ => {
+            let logits = scores.part(2, 2 * n, n * n)?.f_unflatten(-1, [n, n].as_slice())?;
+            Some(mixed(&sinkhorn(&logits, iterations, EPS)?, &gates(0.0)?.f_unsqueeze(-1)?)?)
+        }
+    };
+    let JointRead { streams, x, .. } = scores.read;
+    Ok((x, write.map(|weights| PendingWrite { streams, weights })))
 }
 
 /// Returns x = Σ_i p_i H_i; p is (…, 1, n).
@@ -193,10 +218,9 @@ fn weighted_stream(streams: &Tensor, p: &Tensor) -> Result<Tensor> {
     Ok(mix_streams(streams, p, None)?.f_squeeze_dim(-2)?)
 }
 
-/// Returns the write with R and g; g is (…, n, 1).
-fn mixed(streams: Tensor, r: &Tensor, gates: &Tensor) -> Result<PendingWrite> {
-    let weights = WriteWeights::Mixed(Tensor::f_cat(&[&r.f_transpose(-2, -1)?, gates], -1)?);
-    Ok(PendingWrite { streams, weights })
+/// Returns the weights (Rᵀ, g) of a write; g is (…, n, 1).
+fn mixed(r: &Tensor, gates: &Tensor) -> Result<WriteWeights> {
+    Ok(WriteWeights::Mixed(Tensor::f_cat(&[&r.f_transpose(-2, -1)?, gates], -1)?))
 }
 
 /// Reads with the gates of [`Gates::Permuted`].
@@ -204,27 +228,22 @@ fn permuted(
     streams: &Tensor,
     [gain, weight, scale, bias]: [&Tensor; 4],
     permutations: &Tensor,
+    is_training: bool,
     note: impl Fn(&Tensor) -> Result<()>,
 ) -> Result<Read> {
     let n = streams.size()[streams.dim() - 2];
-    let kind = computing(streams);
-    let cast = |t: &Tensor| t.f_to_kind(kind);
     // W(γ⊙ĥ) = (Wγ)ĥ, where γ multiplies W's columns: so no product with γ passes through the streams.
-    let gain = cast(gain)?.f_mul_scalar((gain.size1()? as f64).sqrt())?;
-    let (weight, first) = (cast(weight)?.f_mul(&gain)?, cast(&scale.f_narrow(0, 0, 1)?)?);
-    let bias = cast(bias)?;
-    let given = [&weight, &first, &bias.f_narrow(0, 0, n)?];
-    let JointRead { streams, x, mixes } = joint_read::read(streams, given, Size::Norm(LEAST_NORM), 0.0)?;
-    note(&mixes)?;
-    // Part `index` of s·m + b, which has `count` numbers from number `from` on.
-    let part = |index: i64, from: i64, count: i64| -> Result<Tensor> {
-        let scaled = mixes.f_narrow(-1, from, count)?.f_mul(&cast(&scale.f_narrow(0, index, 1)?)?)?;
-        Ok(scaled.f_add(&bias.f_narrow(0, from, count)?)?)
-    };
-    let gates = part(1, n, n)?.f_sigmoid()?.f_mul_scalar(2.0)?.f_unsqueeze(-1)?;
-    let shares = part(2, 2 * n, Gates::permutations(n))?.f_softmax(-1, None::<Kind>)?;
-    let r = shares.f_matmul(&cast(permutations)?)?.f_unflatten(-1, [n, n].as_slice())?; // Σ_r shares_r P_r
-    Ok((x, Some(mixed(streams, &r, &gates)?)))
+    let gain = gain.f_to_kind(computing(streams))?.f_mul_scalar((gain.size1()? as f64).sqrt())?;
+    let weight = weight.f_to_kind(computing(streams))?.f_mul(&gain)?;
+    let scores = Scores::read(streams, [&weight, scale, bias], Divisor::Norm(LEAST_NORM), 0.0, is_training)?;
+    note(&scores.read.mixes)?;
+    let gates = scores.part(1, n, n)?.f_sigmoid()?.f_mul_scalar(2.0)?.f_unsqueeze(-1)?;
+    let shares = scores.part(2, 2 * n, Gates::permutations(n))?.f_softmax(-1, None::<Kind>)?;
+    // Σ_r shares_r P_r. In f64, because autocast and TF32 would round a product in f32.
+    let r = shares.f_to_kind(Kind::Double)?.f_matmul(permutations)?.f_to_kind(shares.kind())?;
+    let weights = mixed(&r.f_unflatten(-1, [n, n].as_slice())?, &gates)?;
+    let JointRead { streams, x, .. } = scores.read;
+    Ok((x, Some(PendingWrite { streams, weights })))
 }
 
 /// Returns all permutation matrices of n elements (n!, n·n) in lexicographic order. P_r has a 1 in row i and column j if
@@ -238,8 +257,8 @@ fn permutation_matrices(n: i64) -> Result<Tensor> {
         };
         permutations = permutations.iter().flat_map(longer).collect();
     }
-    let ones = permutations.iter().flatten().flat_map(|j| (0..n).map(move |column| f32::from(column == *j)));
-    Ok(Tensor::f_from_slice(&ones.collect::<Vec<f32>>())?.f_view([-1, n * n])?)
+    let ones = permutations.iter().flatten().flat_map(|j| (0..n).map(move |column| f64::from(column == *j)));
+    Ok(Tensor::f_from_slice(&ones.collect::<Vec<f64>>())?.f_view([-1, n * n])?)
 }
 
 /// Reads with the gates of [`Gates::Each`]; `dynamic` is empty, or γ, β, W and s.
@@ -260,7 +279,8 @@ fn each(streams: &Tensor, bias: &Tensor, dynamic: &[&Tensor], note: impl Fn(&Ten
     }
     let rows = rows.f_expand([&size[..size.len() - 2], &[n, n + 2]].concat(), false)?;
     let x = weighted_stream(streams, &rows.f_narrow(-1, 0, 1)?.f_transpose(-2, -1)?)?;
-    Ok((x, Some(mixed(streams.shallow_clone(), &rows.f_narrow(-1, 1, n)?, &rows.f_narrow(-1, n + 1, 1)?)?)))
+    let weights = mixed(&rows.f_narrow(-1, 1, n)?, &rows.f_narrow(-1, n + 1, 1)?)?;
+    Ok((x, Some(PendingWrite { streams: streams.shallow_clone(), weights })))
 }
 
 /// Reads with the gates of [`Gates::Channel`].
@@ -274,7 +294,7 @@ fn by_channel(
     let n = streams.size()[streams.dim() - 2];
     let h = wide(streams)?;
     let cast = |t: &Tensor| t.f_to_kind(h.kind());
-    let normed = unit_rms(&h)?.f_flatten(-2, -1)?.f_mul(&cast(gain)?)?;
+    let normed = unit_rms(&h, EPS)?.f_flatten(-2, -1)?.f_mul(&cast(gain)?)?;
     // The product of a matrix with vec(Ĥ)/n, where `normed` is vec(Ĥ), (…, n·d).
     let part = |weight: &Tensor| -> Result<Tensor> {
         Ok(normed.f_linear::<&Tensor>(&cast(weight)?, None)?.f_div_scalar(n as f64)?)
@@ -287,32 +307,4 @@ fn by_channel(
     let Some(write) = write else { return Ok((x, None)) };
     let gates = part(write)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_unsqueeze(-1)?.f_to_kind(streams.kind())?;
     Ok((x, Some(PendingWrite { streams: streams.shallow_clone(), weights: WriteWeights::Gated(gates) })))
-}
-
-/// Returns 1/√(mean x² + ε) over the last dimension, which stays with width 1.
-pub(super) fn inverse_rms(x: &Tensor) -> Result<Tensor> {
-    Ok(x.f_square()?.f_mean_dim([-1i64].as_slice(), true, None::<Kind>)?.f_add_scalar(EPS)?.f_rsqrt()?)
-}
-
-/// Returns x/√(mean x² + ε) over the last dimension.
-pub(super) fn unit_rms(x: &Tensor) -> Result<Tensor> {
-    RowNormOp::of(&rms_norm::OPERATOR).call(x, None, None, EPS)
-}
-
-/// Returns x/max(‖x‖, ε) over the last dimension, with the ε [`LEAST_NORM`].
-pub(super) fn unit(x: &Tensor) -> Result<Tensor> {
-    RowNormOp::of(&scale_norm::OPERATOR).call(x, None, None, LEAST_NORM)
-}
-
-/// Casts x to the type of its computation.
-pub(super) fn wide(x: &Tensor) -> Result<Tensor> {
-    Ok(x.f_to_kind(computing(x))?)
-}
-
-/// Returns the type in which sums over x are computed: f32, or f64 for f64.
-pub(super) fn computing(x: &Tensor) -> Kind {
-    match x.kind() {
-        Kind::Double => Kind::Double,
-        _ => Kind::Float,
-    }
 }

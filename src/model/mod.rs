@@ -26,6 +26,7 @@ mod running;
 mod sentences;
 mod sink_attention;
 mod sinusoids;
+mod sizes;
 mod smear;
 mod softcap;
 mod stack;

@@ -339,7 +339,7 @@ impl BuiltEnds {
     pub fn finish(&self, mut x: Tensor, streams: Vec<Tensor>, ctx: &Context) -> Result<Tensor> {
         if let Some(mixing) = &self.mixing {
             let all: Vec<&Tensor> = [&x].into_iter().chain(&streams).collect();
-            x = mixing.read(&all, ctx.watch())?.0;
+            x = mixing.read(&all, ctx.watch(), ctx.has_flat())?.0;
         }
         for (norm, s) in self.streams.iter().zip(streams) {
             x = match norm {

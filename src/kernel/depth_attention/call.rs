@@ -8,86 +8,88 @@ use crate::kernel::view::{by_dtype, View};
 use std::ops::Range;
 use tch::{Kind, Tensor};
 
-/// The operands: outputs v_0, v_1, … of one shape (…, d) and one type on the CPU, and the queries u (queries, d) in the
-/// type of the computation.
+/// The operands: outputs v_0, v_1, … (…, d) of one type, and the queries u (queries, d) in the type `computed`.
 pub struct Operands<'a> {
     pub outputs: &'a [Tensor],
     pub queries: &'a Tensor,
+    pub computed: Kind,
     pub is_normed: bool,
 }
 
-/// Returns x (queries, …, d) and the scores (…, queries, outputs), in the type of the computation.
-pub fn forward(given: &Operands) -> Result<[Tensor; 2]> {
-    let (first, count) = (&given.outputs[0], given.queries.size()[0]);
-    let x = Tensor::f_empty([&[count], &first.size()[..]].concat(), (first.kind(), first.device()))?;
-    let mut size = first.size();
-    size.pop();
-    size.extend([count, given.outputs.len() as i64]);
-    let scores = Tensor::f_empty(size.as_slice(), (given.queries.kind(), first.device()))?;
-    let [rows, results] = [given.outputs, &x.f_unbind(0)?].map(matrices);
-    let (rows, results) = (rows?, results?);
-    let (u, z) = (matrix(given.queries)?, matrix(&scores.f_view([-1, given.outputs.len() as i64])?)?);
-    let (d, each) = (u.cols(), scores.numel() / rows[0].rows().max(1));
-    by_dtype!(rows[0], E => {
-        // SAFETY: `matrices` has checked that the tensors are contiguous matrices on the CPU; they outlive this function,
-        // have the types E and E's computing type, and x and the scores are new.
+impl Operands<'_> {
+    /// Returns the number of positions, of queries, and of numbers in an output.
+    fn sizes(&self) -> Result<[i64; 3]> {
+        let (queries, d) = self.queries.size2()?;
+        Ok([self.outputs[0].numel() as i64 / d.max(1), queries, d])
+    }
+
+    /// Returns views of tensors with the shape of the outputs, and their type.
+    fn like_outputs(&self, tensors: &[Tensor]) -> Result<Vec<View>> {
+        let [positions, _, d] = self.sizes()?;
+        tensors.iter().map(|t| View::of_rows(t, self.outputs[0].kind(), [positions, d])).collect()
+    }
+
+    /// Returns a view of the queries or of their gradient.
+    fn like_queries(&self, t: &Tensor) -> Result<View> {
+        let [_, queries, d] = self.sizes()?;
+        View::of_rows(t, self.computed, [queries, d])
+    }
+}
+
+/// Writes x to `x`, a tensor for each query, and the scores to `scores` (…, queries, outputs), of the type `computed`.
+pub fn forward(given: &Operands, x: &[Tensor], scores: &Tensor) -> Result<()> {
+    let [positions, queries, d] = given.sizes()?;
+    let each = queries * given.outputs.len() as i64;
+    let (v, x, u) = (given.like_outputs(given.outputs)?, given.like_outputs(x)?, given.like_queries(given.queries)?);
+    let z = View::of_rows(scores, given.computed, [positions, each])?;
+    by_dtype!(v[0], E => {
+        check::<E>(given.computed)?;
+        // SAFETY: `of_rows` and `check` have checked types, sizes and layout; the tensors outlive this function, and x and
+        // the scores are the caller's own.
         let (v, u, x, z) = unsafe {
-            (readable::<E>(&rows), u.slice::<<E as Element>::Acc>(), writable::<E>(&results),
+            (readable::<E>(&v), u.slice::<<E as Element>::Acc>(), writable::<E>(&x),
              Shared::new(z.slice_mut::<<E as Element>::Acc>()))
         };
-        let is_normed = given.is_normed;
-        parallel::for_each(rows[0].rows(), parallel::grain(v.len() * d), |r| {
+        let (is_normed, d, each) = (given.is_normed, d as usize, each as usize);
+        parallel::for_each(positions as usize, parallel::grain(v.len() * d), |r| {
             let here = numbers(&r, d);
             // SAFETY: each range of positions writes its own rows.
             let (mut x, z) = unsafe { (parts_mut(&x, &here), z.slice(numbers(&r, each))) };
             forward_positions::<E>(&parts(&v, &here), u, is_normed, &mut x, z);
         });
-        Ok::<(), Error>(())
-    })?;
-    Ok([x, scores])
+        Ok(())
+    })
 }
 
-/// Returns the gradients of the queries and of the outputs, given that of x.
-pub fn backward(gradient: &Tensor, given: &Operands) -> Result<Vec<Tensor>> {
-    let du = given.queries.f_zeros_like()?;
-    let dv = given.outputs.iter().map(|v| Ok(Tensor::f_empty(v.size().as_slice(), (v.kind(), v.device()))?));
-    let dv = dv.collect::<Result<Vec<_>>>()?;
-    let g = gradient.f_contiguous()?.f_unbind(0)?;
-    let (g, rows, results) = (matrices(&g)?, matrices(given.outputs)?, matrices(&dv)?);
-    let (u, sum) = (matrix(given.queries)?, matrix(&du)?);
-    by_dtype!(rows[0], E => {
-        // SAFETY: as in `forward`; the gradients are new.
+/// Writes the gradients of the outputs to `dv`, and adds those of the queries to `du`, given `g`, that of each x.
+pub fn backward(given: &Operands, g: &[Tensor], du: &Tensor, dv: &[Tensor]) -> Result<()> {
+    let [positions, _, d] = given.sizes()?;
+    let (g, v, dv) = (given.like_outputs(g)?, given.like_outputs(given.outputs)?, given.like_outputs(dv)?);
+    let (u, du) = (given.like_queries(given.queries)?, given.like_queries(du)?);
+    by_dtype!(v[0], E => {
+        check::<E>(given.computed)?;
+        // SAFETY: as in `forward`.
         let (g, v, u, dv, du) = unsafe {
-            (readable::<E>(&g), readable::<E>(&rows), u.slice::<<E as Element>::Acc>(), writable::<E>(&results),
-             sum.slice_mut::<<E as Element>::Acc>())
+            (readable::<E>(&g), readable::<E>(&v), u.slice::<<E as Element>::Acc>(), writable::<E>(&dv),
+             du.slice_mut::<<E as Element>::Acc>())
         };
-        let (count, d, is_normed) = (rows[0].rows(), rows[0].cols(), given.is_normed);
-        parallel::sum_over_rows(count, v.len() * d, [du], |r, _, [du]| {
+        let (is_normed, d) = (given.is_normed, d as usize);
+        parallel::sum_over_rows(positions as usize, v.len() * d, [du], |r, _, [du]| {
             let here = numbers(&r, d);
             // SAFETY: each range of positions writes its own rows.
             let mut dv = unsafe { parts_mut(&dv, &here) };
             backward_positions::<E>(&parts(&g, &here), &parts(&v, &here), u, is_normed, &mut dv, du);
         });
-        Ok::<(), Error>(())
-    })?;
-    Ok([du].into_iter().chain(dv).collect())
+        Ok(())
+    })
 }
 
-/// Returns the tensors as matrices of rows. They must be contiguous tensors of one shape and type on the CPU.
-fn matrices(tensors: &[Tensor]) -> Result<Vec<View>> {
-    let all = tensors.iter().map(matrix).collect::<Result<Vec<_>>>()?;
-    match all.iter().all(|t| (t.rows, t.cols, t.dtype) == (all[0].rows, all[0].cols, all[0].dtype)) {
-        true => Ok(all),
-        false => Err(Error::Torch("attention over depth needs outputs of one shape and type".to_string())),
+/// Errors unless `computed` is E's computing type.
+fn check<E: Element>(computed: Kind) -> Result<()> {
+    match (size_of::<E::Acc>(), computed) {
+        (4, Kind::Float) | (8, Kind::Double) => Ok(()),
+        _ => Err(Error::Torch(format!("attention over depth is not computed in {computed:?}"))),
     }
-}
-
-fn matrix(t: &Tensor) -> Result<View> {
-    let of = match t.is_contiguous() {
-        true => View::of(&t.f_view([-1, t.size().last().copied().unwrap_or(1)])?),
-        false => None,
-    };
-    of.ok_or_else(|| Error::Torch("attention over depth needs contiguous tensors on the CPU".to_string()))
 }
 
 /// Returns the matrices' numbers.
@@ -118,12 +120,4 @@ fn parts<'a, E>(matrices: &[&'a [E]], part: &Range<usize>) -> Vec<&'a [E]> {
 #[allow(clippy::mut_from_ref)]
 unsafe fn parts_mut<'a, E>(matrices: &'a [Shared<E>], part: &Range<usize>) -> Vec<&'a mut [E]> {
     matrices.iter().map(|t| t.slice(part.clone())).collect()
-}
-
-/// True if kernels of the CPU compute attention over these outputs.
-pub fn computes(outputs: &[&Tensor]) -> bool {
-    let kinds = [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half];
-    let first = outputs[0];
-    let is_alike = |v: &&Tensor| (v.device(), v.kind()) == (tch::Device::Cpu, first.kind()) && v.size() == first.size();
-    kinds.contains(&first.kind()) && first.numel() > 0 && outputs.iter().all(is_alike)
 }

@@ -1,137 +1,136 @@
 //! The read of hyper-connections on tensors of the CPU; threads share the positions.
 
-use super::{forward as forward_positions, share_gradients, stream_gradients, Read, Size};
+use super::{forward as forward_positions, share_gradients, stream_gradients, Divisor, JointResults};
 use crate::cpu::parallel::{self, numbers, Shared};
 use crate::cpu::{Accumulator, Element};
 use crate::error::{Error, Result};
 use crate::kernel::view::{by_dtype, View};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
-/// What a read computes from streams beside x, in the type of the computation.
-pub struct Weights {
-    /// m, (positions, rows).
-    pub mixes: Tensor,
-    /// σ(s m₀ + b), (positions, n).
-    pub shares: Tensor,
-    /// r, (positions, 1).
-    pub scales: Tensor,
-    /// c/⟨dm, m⟩, (positions, 1).
-    pub slopes: Tensor,
+/// The sizes of a read: the number of positions, of streams, of numbers in a stream, and of rows of W.
+#[derive(Clone, Copy, Debug)]
+pub struct ReadShape {
+    pub positions: i64,
+    pub n: i64,
+    pub d: i64,
+    pub rows: i64,
 }
 
-/// Returns x (positions, d) and its weights, for streams (positions, n·d). W (rows, n·d) and b (n) are in the type of the
-/// computation.
+/// Reads the streams `h`, and writes x, m, σ(s m₀ + b), r and c/⟨dm, m⟩ to `to`. `parameters` are W and b. All tensors but
+/// the streams and x are of the type `computed`.
 pub fn forward(
-    flat: &Tensor,
-    weight: &Tensor,
-    scale: f64,
-    bias: &Tensor,
-    eps: f64,
-    size: Size,
-) -> Result<(Tensor, Weights)> {
-    let (positions, n) = (flat.size()[0], bias.size1()?);
-    let made = |columns: i64, kind: Kind| Tensor::f_empty([positions, columns].as_slice(), (kind, flat.device()));
-    let kind = weight.kind();
-    let x = made(flat.size()[1] / n, flat.kind())?;
-    let weights = Weights {
-        mixes: made(weight.size()[0], kind)?,
-        shares: made(n, kind)?,
-        scales: made(1, kind)?,
-        slopes: made(1, kind)?,
-    };
-    let (h, w, bias) = (matrix(flat)?, matrix(weight)?, matrix(&bias.f_view([1, n])?)?);
-    let (to_x, to_mixes, to_shares) = (matrix(&x)?, matrix(&weights.mixes)?, matrix(&weights.shares)?);
-    let (to_scales, to_slopes) = (matrix(&weights.scales)?, matrix(&weights.slopes)?);
+    shape: ReadShape,
+    computed: Kind,
+    h: &Tensor,
+    parameters: [&Tensor; 2],
+    [scale, eps]: [f64; 2],
+    by: Divisor,
+    to: [&Tensor; 5],
+) -> Result<()> {
+    let ReadShape { positions, n, d, rows } = shape;
+    let stored = h.kind();
+    let view = |t: &Tensor, kind: Kind, cols: i64| View::of_rows(t, kind, [positions, cols]);
+    let [w, b] = parameters;
+    let (w, b) = (View::of_rows(w, computed, [rows, n * d])?, View::of_rows(b, computed, [1, n])?);
+    let [x, mixes, sigmoids, scales, slopes] = to;
+    let (h, x) = (view(h, stored, n * d)?, view(x, stored, d)?);
+    let to = [
+        view(mixes, computed, rows)?,
+        view(sigmoids, computed, n)?,
+        view(scales, computed, 1)?,
+        view(slopes, computed, 1)?,
+    ];
     by_dtype!(h, E => {
-        // SAFETY: `matrix` has checked that the tensors are contiguous on the CPU; they outlive this function and have the
-        // types E and E's computing type; the results are new.
-        let (numbers_of_h, weight, bias, all_x, computed) = unsafe {
-            let computed = [to_mixes, to_shares, to_scales, to_slopes].map(|t| Shared::<<E as Element>::Acc>::new(t.slice_mut()));
-            (h.slice::<E>(), w.slice(), bias.slice(), Shared::new(to_x.slice_mut::<E>()), computed)
+        check::<E>(computed)?;
+        // SAFETY: `of_rows` and `check` have checked types, sizes and layout; the tensors outlive this function, and those
+        // of `to` are the caller's own.
+        let (h_all, w, b, x, to) = unsafe {
+            let to = to.map(|t| Shared::<<E as Element>::Acc>::new(t.slice_mut()));
+            (h.slice::<E>(), w.slice(), b.slice(), Shared::new(x.slice_mut::<E>()), to)
         };
-        let (d, k, n) = (to_x.cols(), w.rows(), to_shares.cols());
         let number = <<E as Element>::Acc as Accumulator>::from_f64;
-        parallel::over_rows(h.rows(), h.cols(), |rows, of_h| {
+        let (n, d, k) = (n as usize, d as usize, rows as usize);
+        parallel::over_rows(h.rows(), n * d, |rows, of_h| {
             // SAFETY: each range of positions writes its own numbers.
             let to = unsafe {
-                let [mixes, shares, scales, slopes] = &computed;
-                Read {
-                    x: all_x.slice(numbers(&rows, d)),
+                let [mixes, sigmoids, scales, slopes] = &to;
+                JointResults {
+                    x: x.slice(numbers(&rows, d)),
                     mixes: mixes.slice(numbers(&rows, k)),
-                    shares: shares.slice(numbers(&rows, n)),
+                    sigmoids: sigmoids.slice(numbers(&rows, n)),
                     scales: scales.slice(rows.clone()),
                     slopes: slopes.slice(rows),
                 }
             };
-            forward_positions::<E>(&numbers_of_h[of_h], weight, number(scale), bias, number(eps), size, to);
+            forward_positions::<E>(&h_all[of_h], w, number(scale), b, number(eps), by, to);
         });
-        Ok::<(), Error>(())
-    })?;
-    Ok((x, weights))
+        Ok(())
+    })
 }
 
-/// Returns dp (positions, n) for dx (positions, d) and the streams (positions, n·d).
-pub fn gradient_of_shares(dx: &Tensor, flat: &Tensor, kind: Kind) -> Result<Tensor> {
-    let (dx, h) = (matrix(dx)?, matrix(flat)?);
-    let n = h.cols() / dx.cols();
-    let dp = Tensor::f_empty([h.rows, n as i64].as_slice(), (kind, flat.device()))?;
-    let to = matrix(&dp)?;
+/// Writes dp to `dp` (positions, n).
+pub fn gradient_of_shares(shape: ReadShape, computed: Kind, dx: &Tensor, h: &Tensor, dp: &Tensor) -> Result<()> {
+    let ReadShape { positions, n, d, .. } = shape;
+    let stored = h.kind();
+    let dx = View::of_rows(dx, stored, [positions, d])?;
+    let (h, dp) = (View::of_rows(h, stored, [positions, n * d])?, View::of_rows(dp, computed, [positions, n])?);
     by_dtype!(h, E => {
+        check::<E>(computed)?;
         // SAFETY: as in `forward`.
-        let (dx_all, h_all, dp) = unsafe {
-            (dx.slice::<E>(), h.slice::<E>(), Shared::new(to.slice_mut::<<E as Element>::Acc>()))
+        let (dx, h_all, dp) = unsafe {
+            (dx.slice::<E>(), h.slice::<E>(), Shared::new(dp.slice_mut::<<E as Element>::Acc>()))
         };
-        let d = dx.cols();
+        let (n, d) = (n as usize, d as usize);
         parallel::over_rows(h.rows(), n * d, |rows, of_h| {
             // SAFETY: each range of positions writes its own numbers.
             let dp = unsafe { dp.slice(numbers(&rows, n)) };
-            share_gradients::<E>(&dx_all[numbers(&rows, d)], &h_all[of_h], n, d, dp);
+            share_gradients::<E>(&dx[numbers(&rows, d)], &h_all[of_h], n, d, dp);
         });
-        Ok::<(), Error>(())
-    })?;
-    Ok(dp)
+        Ok(())
+    })
 }
 
-/// Returns the streams' gradient (positions, n·d), given dx (positions, d), the streams, dh′ if there is one, W, r·dm
-/// (positions, rows of W), p (positions, n) and c (positions, 1).
+/// Writes the streams' gradient to `dh`, given dx, the streams, dh′ if there is one, and [W, r·dm, p, c].
 pub fn gradient_of_streams(
+    shape: ReadShape,
+    computed: Kind,
     dx: &Tensor,
-    flat: &Tensor,
+    h: &Tensor,
     written: Option<&Tensor>,
-    [weight, dm, shares, of_h]: [&Tensor; 4],
-) -> Result<Tensor> {
-    let dh = Tensor::f_empty(flat.size().as_slice(), (flat.kind(), flat.device()))?;
-    let written = written.map(matrix).transpose()?;
-    let (dx, h, to) = (matrix(dx)?, matrix(flat)?, matrix(&dh)?);
-    let (weight, dm) = (matrix(weight)?, matrix(dm)?);
-    let (shares, of_h) = (matrix(shares)?, matrix(of_h)?);
+    [w, steps, p, of_h]: [&Tensor; 4],
+    dh: &Tensor,
+) -> Result<()> {
+    let ReadShape { positions, n, d, rows } = shape;
+    let stored = h.kind();
+    let view = |t: &Tensor, kind: Kind, cols: i64| View::of_rows(t, kind, [positions, cols]);
+    let written = written.map(|t| view(t, stored, n * d)).transpose()?;
+    let (dx, h, dh) = (view(dx, stored, d)?, view(h, stored, n * d)?, view(dh, stored, n * d)?);
+    let w = View::of_rows(w, computed, [rows, n * d])?;
+    let (steps, p, of_h) = (view(steps, computed, rows)?, view(p, computed, n)?, view(of_h, computed, 1)?);
     by_dtype!(h, E => {
+        check::<E>(computed)?;
         // SAFETY: as in `forward`.
-        let (dx_all, h_all, written, weight, dm_all, shares_all, of_h, dh) = unsafe {
-            (dx.slice::<E>(), h.slice::<E>(), written.map(|t| t.slice::<E>()), weight.slice(), dm.slice(), shares.slice(),
-             of_h.slice(), Shared::new(to.slice_mut::<E>()))
+        let (dx, h_all, written, w, steps, p, of_h, dh) = unsafe {
+            (dx.slice::<E>(), h.slice::<E>(), written.map(|t| t.slice::<E>()), w.slice(), steps.slice(), p.slice(),
+             of_h.slice(), Shared::new(dh.slice_mut::<E>()))
         };
-        let (d, n, k) = (dx.cols(), shares.cols(), dm.cols());
+        let (n, d, k) = (n as usize, d as usize, rows as usize);
         parallel::over_rows(h.rows(), n * d, |rows, of_rows| {
             // SAFETY: each range of positions writes its own numbers.
             let dh = unsafe { dh.slice(of_rows.clone()) };
             let written = written.map(|all| &all[of_rows.clone()]);
-            let (dx, shares) = (&dx_all[numbers(&rows, d)], &shares_all[numbers(&rows, n)]);
-            let dm = &dm_all[numbers(&rows, k)];
-            stream_gradients::<E>(dx, &h_all[of_rows], written, weight, dm, shares, &of_h[rows], d, dh);
+            let (dx, p) = (&dx[numbers(&rows, d)], &p[numbers(&rows, n)]);
+            let steps = &steps[numbers(&rows, k)];
+            stream_gradients::<E>(dx, &h_all[of_rows], written, w, steps, p, &of_h[rows], d, dh);
         });
-        Ok::<(), Error>(())
-    })?;
-    Ok(dh)
+        Ok(())
+    })
 }
 
-fn matrix(t: &Tensor) -> Result<View> {
-    let of = if t.is_contiguous() { View::of(t) } else { None };
-    of.ok_or_else(|| Error::Torch("the streams are read from contiguous matrices on the CPU".to_string()))
-}
-
-/// True if kernels of the CPU read these streams.
-pub fn computes(streams: &Tensor) -> bool {
-    let kinds = [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half];
-    streams.device() == Device::Cpu && kinds.contains(&streams.kind()) && streams.numel() > 0
+/// Errors unless `computed` is E's computing type.
+fn check<E: Element>(computed: Kind) -> Result<()> {
+    match (size_of::<E::Acc>(), computed) {
+        (4, Kind::Float) | (8, Kind::Double) => Ok(()),
+        _ => Err(Error::Torch(format!("the streams are not computed in {computed:?}"))),
+    }
 }
