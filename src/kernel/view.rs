@@ -1,5 +1,6 @@
 //! The form in which kernels receive a tensor: a matrix in memory, with a dtype that is known at run time.
 
+use crate::cpu::Element;
 use crate::error::{Error, Result};
 use crate::host::has_memory;
 use tch::{Device, Kind, Tensor};
@@ -98,6 +99,14 @@ impl View {
             return &mut [];
         }
         std::slice::from_raw_parts_mut(self.data.cast(), self.len())
+    }
+}
+
+/// Errors unless `computed` is the type in which a kernel computes with numbers of E.
+pub fn check_computed<E: Element>(computed: Kind) -> Result<()> {
+    match (size_of::<E::Acc>(), computed) {
+        (4, Kind::Float) | (8, Kind::Double) => Ok(()),
+        _ => Err(Error::Torch(format!("a kernel expected f32, or f64 beside f64, for its sums, got {computed:?}"))),
     }
 }
 

@@ -3,8 +3,8 @@
 use super::{backward as backward_positions, forward as forward_positions};
 use crate::cpu::parallel::{self, numbers, Shared};
 use crate::cpu::Element;
-use crate::error::{Error, Result};
-use crate::kernel::view::{by_dtype, View};
+use crate::error::Result;
+use crate::kernel::view::{by_dtype, check_computed, View};
 use std::ops::Range;
 use tch::{Kind, Tensor};
 
@@ -43,8 +43,8 @@ pub fn forward(given: &Operands, x: &[Tensor], scores: &Tensor) -> Result<()> {
     let (v, x, u) = (given.like_outputs(given.outputs)?, given.like_outputs(x)?, given.like_queries(given.queries)?);
     let z = View::of_rows(scores, given.computed, [positions, each])?;
     by_dtype!(v[0], E => {
-        check::<E>(given.computed)?;
-        // SAFETY: `of_rows` and `check` have checked types, sizes and layout; the tensors outlive this function, and x and
+        check_computed::<E>(given.computed)?;
+        // SAFETY: `of_rows` and `check_computed` have checked types, sizes and layout; the tensors outlive this function, and x and
         // the scores are the caller's own.
         let (v, u, x, z) = unsafe {
             (readable::<E>(&v), u.slice::<<E as Element>::Acc>(), writable::<E>(&x),
@@ -67,7 +67,7 @@ pub fn backward(given: &Operands, g: &[Tensor], du: &Tensor, dv: &[Tensor]) -> R
     let (g, v, dv) = (given.like_outputs(g)?, given.like_outputs(given.outputs)?, given.like_outputs(dv)?);
     let (u, du) = (given.like_queries(given.queries)?, given.like_queries(du)?);
     by_dtype!(v[0], E => {
-        check::<E>(given.computed)?;
+        check_computed::<E>(given.computed)?;
         // SAFETY: as in `forward`.
         let (g, v, u, dv, du) = unsafe {
             (readable::<E>(&g), readable::<E>(&v), u.slice::<<E as Element>::Acc>(), writable::<E>(&dv),
@@ -82,14 +82,6 @@ pub fn backward(given: &Operands, g: &[Tensor], du: &Tensor, dv: &[Tensor]) -> R
         });
         Ok(())
     })
-}
-
-/// Errors unless `computed` is E's computing type.
-fn check<E: Element>(computed: Kind) -> Result<()> {
-    match (size_of::<E::Acc>(), computed) {
-        (4, Kind::Float) | (8, Kind::Double) => Ok(()),
-        _ => Err(Error::Torch(format!("attention over depth is not computed in {computed:?}"))),
-    }
 }
 
 /// Returns the matrices' numbers.

@@ -3,8 +3,8 @@
 use super::{forward as forward_positions, share_gradients, stream_gradients, Divisor, JointResults};
 use crate::cpu::parallel::{self, numbers, Shared};
 use crate::cpu::{Accumulator, Element};
-use crate::error::{Error, Result};
-use crate::kernel::view::{by_dtype, View};
+use crate::error::Result;
+use crate::kernel::view::{by_dtype, check_computed, View};
 use tch::{Kind, Tensor};
 
 /// The sizes of a read: the number of positions, of streams, of numbers in a stream, and of rows of W.
@@ -41,8 +41,8 @@ pub fn forward(
         view(slopes, computed, 1)?,
     ];
     by_dtype!(h, E => {
-        check::<E>(computed)?;
-        // SAFETY: `of_rows` and `check` have checked types, sizes and layout; the tensors outlive this function, and those
+        check_computed::<E>(computed)?;
+        // SAFETY: `of_rows` and `check_computed` have checked types, sizes and layout; the tensors outlive this function, and those
         // of `to` are the caller's own.
         let (h_all, w, b, x, to) = unsafe {
             let to = to.map(|t| Shared::<<E as Element>::Acc>::new(t.slice_mut()));
@@ -75,7 +75,7 @@ pub fn gradient_of_shares(shape: ReadShape, computed: Kind, dx: &Tensor, h: &Ten
     let dx = View::of_rows(dx, stored, [positions, d])?;
     let (h, dp) = (View::of_rows(h, stored, [positions, n * d])?, View::of_rows(dp, computed, [positions, n])?);
     by_dtype!(h, E => {
-        check::<E>(computed)?;
+        check_computed::<E>(computed)?;
         // SAFETY: as in `forward`.
         let (dx, h_all, dp) = unsafe {
             (dx.slice::<E>(), h.slice::<E>(), Shared::new(dp.slice_mut::<<E as Element>::Acc>()))
@@ -108,7 +108,7 @@ pub fn gradient_of_streams(
     let w = View::of_rows(w, computed, [rows, n * d])?;
     let (steps, p, of_h) = (view(steps, computed, rows)?, view(p, computed, n)?, view(of_h, computed, 1)?);
     by_dtype!(h, E => {
-        check::<E>(computed)?;
+        check_computed::<E>(computed)?;
         // SAFETY: as in `forward`.
         let (dx, h_all, written, w, steps, p, of_h, dh) = unsafe {
             (dx.slice::<E>(), h.slice::<E>(), written.map(|t| t.slice::<E>()), w.slice(), steps.slice(), p.slice(),
@@ -125,12 +125,4 @@ pub fn gradient_of_streams(
         });
         Ok(())
     })
-}
-
-/// Errors unless `computed` is E's computing type.
-fn check<E: Element>(computed: Kind) -> Result<()> {
-    match (size_of::<E::Acc>(), computed) {
-        (4, Kind::Float) | (8, Kind::Double) => Ok(()),
-        _ => Err(Error::Torch(format!("the streams are not computed in {computed:?}"))),
-    }
 }
