@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use tch::{Kind, Tensor};
 
 /// A temporary folder for one test, removed when it is dropped.
 pub struct Scratch(pub PathBuf);
@@ -22,4 +23,13 @@ impl Drop for Scratch {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
     }
+}
+
+/// Asserts that a tensor of any type has the shape of `wanted`, which is f64, and that Σ|found − wanted| is at most `bound`
+/// times Σ|wanted| + `floor`.
+pub fn assert_near(found: &Tensor, wanted: &Tensor, bound: f64, floor: f64, what: &str) {
+    assert_eq!(found.size(), wanted.size(), "{what}");
+    let sum = |t: Tensor| t.abs().sum(Kind::Double).double_value(&[]);
+    let (error, size) = (sum(found.to_kind(Kind::Double) - wanted), sum(wanted.copy()));
+    assert!(error <= bound * (size + floor), "{what}: off by {error}, of {size}");
 }

@@ -20,7 +20,7 @@ use crate::multiversion;
 pub mod call;
 
 /// The ε that is added to the mean squares (docs/spec.md §2.22).
-const EPS: f64 = 1e-6;
+pub const EPS: f64 = 1e-6;
 
 multiversion! {
     /// Computes x and the scores z of some positions. `v` has their rows of each output, `u` the queries; `x` has their
@@ -51,7 +51,7 @@ multiversion! {
         let mut shares = Shares::new(count, g.len(), is_normed);
         let zeros = |len: usize| filled(E::Acc::ZERO, len);
         // b of one query, dz_ci r_i of all queries (queries, outputs), and t.
-        let (mut slopes, mut steps, mut totals) = (zeros(count), zeros(count * g.len()), zeros(count));
+        let (mut share_gradients, mut steps, mut totals) = (zeros(count), zeros(count * g.len()), zeros(count));
         for at in 0..g[0].len() / d {
             let here = at * d..(at + 1) * d;
             let outputs = v.iter().map(|v| &v[here.clone()]);
@@ -64,14 +64,14 @@ multiversion! {
                 let mut mean = E::Acc::ZERO;
                 for (i, v) in outputs.clone().enumerate() {
                     let r = if is_normed { shares.inverse_rms[i] } else { E::Acc::ONE };
-                    slopes[i] = dot::<E, E, S>(g, v) * r;
-                    mean += a[i] * slopes[i];
+                    share_gradients[i] = dot::<E, E, S>(g, v) * r;
+                    mean += a[i] * share_gradients[i];
                 }
                 for (i, v) in outputs.clone().enumerate() {
-                    let dz = a[i] * (slopes[i] - mean);
+                    let dz = a[i] * (share_gradients[i] - mean);
                     totals[i] += dz * scores[i];
                     if is_normed {
-                        totals[i] += a[i] * slopes[i];
+                        totals[i] += a[i] * share_gradients[i];
                     }
                     let step = dz * shares.inverse_rms[i];
                     add_scaled::<E, S>(&mut du[c * d..(c + 1) * d], v, step);

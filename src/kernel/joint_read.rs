@@ -17,7 +17,7 @@ use crate::multiversion;
 
 pub mod call;
 
-/// By which size of vec(H) the products are divided, with its ε.
+/// The size of vec(H) by which W vec(H) is divided, with its ε.
 #[derive(Clone, Copy, Debug)]
 pub enum Divisor {
     /// √(mean vec(H)² + ε)
@@ -26,7 +26,7 @@ pub enum Divisor {
     Norm(f64),
 }
 
-/// What the read computes for its positions.
+/// The results of a read, for each of its positions.
 pub struct JointResults<'a, E: Element> {
     /// x, (positions, d).
     pub x: &'a mut [E],
@@ -52,14 +52,15 @@ multiversion! {
         let sizes = scales.iter_mut().zip(slopes);
         for (((h, x), mixes), (sigmoids, (r, slope))) in rows.zip(sigmoids.chunks_exact_mut(n).zip(sizes)) {
             let squares = dot::<E, E, S>(h, h);
-            (*r, *slope) = of_size(by, squares, n * d);
-            dots::<E, S>(h, weight, mixes);
-            for m in mixes.iter_mut() {
-                *m = *m * *r;
-            }
-            if squares == E::Acc::from_f64(f64::INFINITY) {
-                (*r, *slope) = read_large(h, weight, by, mixes);
-            }
+            (*r, *slope) = match squares == E::Acc::from_f64(f64::INFINITY) {
+                true => read_large(h, weight, by, mixes),
+                false => {
+                    let (r, slope) = of_size(by, squares, n * d);
+                    dots::<E, S>(h, weight, mixes);
+                    mixes.iter_mut().for_each(|m| *m = *m * r);
+                    (r, slope)
+                }
+            };
             for ((sigmoid, m), b) in sigmoids.iter_mut().zip(&*mixes).zip(bias) {
                 *sigmoid = E::Acc::ONE / (E::Acc::ONE + (-(*m * scale + *b)).exp());
             }
@@ -120,16 +121,16 @@ multiversion! {
 }
 
 multiversion! {
-    /// Computes dh. `steps` is r·dm, and `of_h` is c; `written` is dh′, if there is a write.
+    /// Computes dh. `steps` is r·dm; `written` is dh′, if there is a write.
     pub fn stream_gradients[isa S][E: Element](
         dx: &[E], h: &[E], written: Option<&[E]>, weight: &[E::Acc], steps: &[E::Acc], p: &[E::Acc],
-        of_h: &[E::Acc], d: usize, dh: &mut [E],
+        c: &[E::Acc], d: usize, dh: &mut [E],
     ) {
-        let positions = of_h.len();
+        let positions = c.len();
         let (n, k) = (p.len() / positions, steps.len() / positions);
         for (i, dh) in dh.chunks_exact_mut(d).enumerate() {
             let (row, at) = (i * d..(i + 1) * d, i / n);
-            let pairs = [(&dx[at * d..(at + 1) * d], p[i]), (&h[row.clone()], of_h[at])];
+            let pairs = [(&dx[at * d..(at + 1) * d], p[i]), (&h[row.clone()], c[at])];
             let written = written.map(|written| (&written[row.clone()], E::Acc::ONE));
             // The columns of W that belong to this stream.
             let columns = i % n * d..(i % n + 1) * d;

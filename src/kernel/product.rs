@@ -124,6 +124,7 @@ fn add_mixed(c: &Tensor, a: &Tensor, b: &Tensor) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernel::view::accumulation;
 
     #[test]
     fn few_shapes_have_the_same_products() {
@@ -160,7 +161,7 @@ mod tests {
     fn products_are_added_where_the_sum_lies() {
         tch::manual_seed(3);
         for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
-            let sum = if kind == Kind::Double { Kind::Double } else { Kind::Float };
+            let sum = accumulation(kind);
             for (rows, m, n) in [(1, 1, 1), (70, 33, 5), (257, 16, 48), (0, 3, 2)] {
                 let random = |cols: i64| Tensor::randn([rows, cols], (Kind::Double, Device::Cpu)).to_kind(kind);
                 // The matrices are columns of a wider matrix, as q, k and v are.

@@ -3,10 +3,10 @@
 use crate::cpu::pack::{Of, Pack, Store, PAIR_LANES};
 use crate::cpu::{memory, parallel, Accumulator, Element};
 use crate::error::Result;
-use crate::kernel::view::{by_dtype, View};
+use crate::kernel::view::{accumulation, by_dtype, View};
 use crate::multiversion;
 use std::ops::Range;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 /// The number of rows that are added to a partial sum before this is added to the total. The rounding error of such a
 /// sum grows more slowly than that of one long sum.
@@ -15,7 +15,7 @@ const TOGETHER: usize = 64;
 /// Adds the rows of x (rows, n) to sum (n). Uses a CPU kernel if sum has the type in which x is accumulated (f64 for
 /// f64, else f32), otherwise torch. No gradient is recorded.
 pub fn add_rows(sum: &Tensor, x: &Tensor) -> Result<()> {
-    let computing = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    let computing = accumulation(x.kind());
     match (View::of(x), View::of(&sum.f_unsqueeze(0)?)) {
         (Some(x), Some(to)) if sum.kind() == computing && to.cols == x.cols => {
             by_dtype!(x, E => add_typed::<E>(&x, &to))
@@ -74,7 +74,7 @@ multiversion! {
 mod tests {
     use super::*;
     use crate::cpu::simd::{force, Level};
-    use tch::Device;
+    use tch::{Device, Kind};
 
     #[test]
     fn a_sum_of_another_type_is_torch_s() {

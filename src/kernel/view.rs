@@ -1,6 +1,5 @@
 //! The form in which kernels receive a tensor: a matrix in memory, with a dtype that is known at run time.
 
-use crate::cpu::Element;
 use crate::error::{Error, Result};
 use crate::host::has_memory;
 use tch::{Device, Kind, Tensor};
@@ -102,11 +101,12 @@ impl View {
     }
 }
 
-/// Errors unless `computed` is the type in which a kernel computes with numbers of E.
-pub fn check_computed<E: Element>(computed: Kind) -> Result<()> {
-    match (size_of::<E::Acc>(), computed) {
-        (4, Kind::Float) | (8, Kind::Double) => Ok(()),
-        _ => Err(Error::Torch(format!("a kernel expected f32, or f64 beside f64, for its sums, got {computed:?}"))),
+/// Returns the type in which sums over numbers of this type accumulate: f64 for f64, otherwise f32. It is the
+/// [`Acc`](crate::cpu::Element::Acc) of [`by_dtype!`](crate::kernel::view::by_dtype)'s element type.
+pub fn accumulation(kind: Kind) -> Kind {
+    match kind {
+        Kind::Double => Kind::Double,
+        _ => Kind::Float,
     }
 }
 

@@ -1,26 +1,25 @@
-//! Attention over depth (docs/spec.md §2.22): the kernel on a CPU, elsewhere tch's operations.
+//! Attention over depth (docs/spec.md §2.22): a kernel in training loops on a CPU, elsewhere tch's operations.
 
-use super::sizes::{computing, inverse_rms, wide};
 use crate::error::Result;
 use crate::kernel::depth_attention::call::{self as kernel, Operands};
-use crate::operator::{apply, Differentiable, Recording};
+use crate::kernel::depth_attention::EPS;
+use crate::kernel::view::accumulation;
+use crate::norm::composed::accumulate;
+use crate::operator::{evaluate, Differentiable};
 use tch::{Kind, Tensor};
 
 /// Reads the outputs v_0, v_1, …, each (…, d), with the query (d), or (queries, d), in which a gain is contained. The
 /// normed form sums up v_i/RMS(v_i). Returns the sum (…, d), or (queries, …, d), and the scores (…, queries, outputs), which
 /// have no gradient. In a training loop (`is_training`) the CPU's kernel computes it, which has no second derivative.
 pub fn attend(outputs: &[&Tensor], query: &Tensor, is_normed: bool, is_training: bool) -> Result<[Tensor; 2]> {
-    let u = query.f_to_kind(computing(outputs[0]))?.f_view([-1, *query.size().last().expect("a query has numbers")])?;
+    let u = query
+        .f_to_kind(accumulation(outputs[0].kind()))?
+        .f_view([-1, *query.size().last().expect("a query has numbers")])?;
     let [x, scores] = match is_training && outputs[0].numel() > 0 {
         false => composed(outputs, &u, is_normed)?,
         true => {
             let inputs: Vec<&Tensor> = std::iter::once(&u).chain(outputs.iter().copied()).collect();
-            let node = DepthAttentionNode { is_normed };
-            let results = match Recording::is_on() && inputs.iter().any(|t| t.requires_grad()) {
-                true => apply(node, &inputs)?,
-                false => node.forward(inputs.into_iter().map(Tensor::shallow_clone).collect())?,
-            };
-            results.try_into().expect("a sum and scores")
+            evaluate(DepthAttentionNode { is_normed }, &inputs)?.try_into().expect("a sum and scores")
         }
     };
     Ok([if query.dim() == 1 { x.f_squeeze_dim(0)? } else { x }, scores.f_detach()?])
@@ -31,11 +30,11 @@ struct DepthAttentionNode {
 }
 
 impl DepthAttentionNode {
-    /// Calls `compute` with the inputs, of which the first are the queries.
+    /// Calls `compute` with the operands. The node's inputs are the queries, then the outputs.
     fn with<R>(&self, inputs: Vec<Tensor>, compute: impl FnOnce(&Operands) -> Result<R>) -> Result<R> {
         let inputs = inputs.iter().map(|t| Ok(t.f_contiguous()?)).collect::<Result<Vec<_>>>()?;
         let [queries, outputs @ ..] = &inputs[..] else { unreachable!("the queries are an input") };
-        compute(&Operands { outputs, queries, computed: computing(&outputs[0]), is_normed: self.is_normed })
+        compute(&Operands { outputs, queries, is_normed: self.is_normed })
     }
 }
 
@@ -51,7 +50,7 @@ impl Differentiable for DepthAttentionNode {
             let x = Tensor::f_empty([&[queries], &size[..]].concat(), (first.kind(), first.device()))?;
             size.pop();
             size.extend([queries, given.outputs.len() as i64]);
-            let scores = Tensor::f_empty(size.as_slice(), (given.computed, first.device()))?;
+            let scores = Tensor::f_empty(size.as_slice(), (given.queries.kind(), first.device()))?;
             kernel::forward(given, &x.f_unbind(0)?, &scores)?;
             Ok(vec![x, scores])
         })
@@ -61,7 +60,7 @@ impl Differentiable for DepthAttentionNode {
         let Some(g) = &gradients[0] else { return Ok(inputs.iter().map(|_| None).collect()) };
         self.with(inputs, |given| {
             let first = &given.outputs[0];
-            let du = Tensor::f_zeros(given.queries.size().as_slice(), (given.computed, first.device()))?;
+            let du = Tensor::f_zeros(given.queries.size().as_slice(), (given.queries.kind(), first.device()))?;
             let dv =
                 given.outputs.iter().map(|_| Tensor::f_empty(first.size().as_slice(), (first.kind(), first.device())));
             let dv = dv.collect::<std::result::Result<Vec<_>, _>>()?;
@@ -74,8 +73,9 @@ impl Differentiable for DepthAttentionNode {
 /// Computes the sum and the scores with tch's operations. `u` is (queries, d) in the type of the computation.
 fn composed(outputs: &[&Tensor], u: &Tensor, is_normed: bool) -> Result<[Tensor; 2]> {
     let parts = outputs.iter().map(|v| {
-        let v = wide(v)?;
-        let scale = inverse_rms(&v)?;
+        let v = accumulate(v)?;
+        let mean = v.f_square()?.f_mean_dim([-1i64].as_slice(), true, None::<Kind>)?;
+        let scale = mean.f_add_scalar(EPS)?.f_rsqrt()?;
         Ok((v.f_linear::<&Tensor>(u, None)?.f_mul(&scale)?, scale)) // (…, queries), (…, 1)
     });
     let (scores, scales): (Vec<_>, Vec<_>) = parts.collect::<Result<Vec<_>>>()?.into_iter().unzip();
@@ -102,6 +102,7 @@ fn composed(outputs: &[&Tensor], u: &Tensor, is_normed: bool) -> Result<[Tensor;
 mod tests {
     use super::*;
     use crate::cpu::simd::{force, Level};
+    use crate::testing::assert_near;
     use tch::Device;
 
     #[test]
@@ -135,13 +136,9 @@ mod tests {
                     for (found, wanted) in
                         run(kind, |v, u, normed| attend(v, u, normed, true)).iter().zip(run(Kind::Double, composed))
                     {
-                        assert_eq!(found.size(), wanted.size());
-                        let error = (found.to_kind(Kind::Double) - &wanted).abs().sum(Kind::Double).double_value(&[]);
-                        let size = wanted.abs().sum(Kind::Double).double_value(&[]);
                         // With one output the scores have no influence, so the query's gradient is 0.
                         let floor = if outputs == 1 { 1e-2 } else { 0.0 };
-                        let text = format!("{level:?} {kind:?} {rows} {d} {outputs}: {error} of {size}");
-                        assert!(error <= bound * (size + floor), "{text}");
+                        assert_near(found, &wanted, bound, floor, &format!("{level:?} {kind:?} {rows} {d} {outputs}"));
                     }
                 }
             }

@@ -4,15 +4,17 @@
 //!
 //! r is one over the size of vec(H) (kernel/joint_read.rs), m₀ the first n numbers of m.
 
-use super::sizes::{computing, unit, unit_rms, wide};
+use super::sizes::{unit, unit_rms};
 use crate::error::Result;
 use crate::kernel::joint_read::call::{self as kernel, ReadShape};
 use crate::kernel::joint_read::Divisor;
-use crate::operator::{apply, mix_streams, Differentiable, Recording};
+use crate::kernel::view::accumulation;
+use crate::norm::composed::accumulate;
+use crate::operator::{evaluate, mix_streams, Differentiable};
 use std::cell::OnceCell;
 use tch::{Kind, Tensor};
 
-/// What a read computes.
+/// The results of a read.
 pub struct JointRead {
     /// H, for the sublayer's write. So the read gets the gradient that the write gives to H, and adds it to its own.
     pub streams: Tensor,
@@ -31,17 +33,13 @@ pub fn read(streams: &Tensor, parameters: [&Tensor; 3], by: Divisor, eps: f64, i
     let node = JointReadNode { by, eps, kept: OnceCell::new() };
     let [weight, scale, bias] = parameters;
     let inputs = [streams, weight, scale, bias];
-    let results = match Recording::is_on() && inputs.iter().any(|t| t.requires_grad()) {
-        true => apply(node, &inputs)?,
-        false => node.forward(inputs.map(Tensor::shallow_clone).into())?,
-    };
-    let [streams, x, mixes] = results.try_into().expect("streams, x and m");
+    let [streams, x, mixes] = evaluate(node, &inputs)?.try_into().expect("streams, x and m");
     Ok(JointRead { streams, x, mixes })
 }
 
 /// Computes the read with operators and tch's operations.
 fn composed(streams: &Tensor, [weight, scale, bias]: [&Tensor; 3], by: Divisor, eps: f64) -> Result<JointRead> {
-    let flat = wide(&streams.f_flatten(-2, -1)?)?; // (…, n·d)
+    let flat = accumulate(&streams.f_flatten(-2, -1)?)?; // (…, n·d)
     let normed = match by {
         Divisor::RootMeanSquare(eps) => unit_rms(&flat, eps)?,
         Divisor::Norm(eps) => unit(&flat, eps)?,
@@ -72,7 +70,7 @@ impl Differentiable for JointReadNode {
         let size = streams.size();
         let [around @ .., n, d] = &size[..] else { unreachable!("streams are (…, n, d)") };
         let shape = shape(&streams, weight);
-        let computed = computing(&streams);
+        let computed = accumulation(streams.kind());
         let made =
             |last: i64, kind: Kind| Tensor::f_empty([around, &[last]].concat().as_slice(), (kind, streams.device()));
         let (x, mixes) = (made(*d, streams.kind())?, made(shape.rows, computed)?);
@@ -80,7 +78,7 @@ impl Differentiable for JointReadNode {
         let parameters = [&weight.f_contiguous()?, &bias.f_contiguous()?];
         let numbers = [scale.f_double_value(&[0])?, self.eps];
         let to = [&x, &mixes, &sigmoids, &scales, &slopes];
-        kernel::forward(shape, computed, &streams, parameters, numbers, self.by, to)?;
+        kernel::forward(shape, &streams, parameters, numbers, self.by, to)?;
         let rows = |t: &Tensor| t.f_detach()?.f_view([shape.positions, *t.size().last().expect("a last dimension")]);
         let kept = [rows(&mixes)?, rows(&sigmoids)?, rows(&scales)?, rows(&slopes)?];
         self.kept.set(kept).expect("the forward pass runs once");
@@ -91,7 +89,7 @@ impl Differentiable for JointReadNode {
         let [streams, weight, scale, _] = &inputs[..] else { unreachable!("H, W, s and b") };
         let [mixes, sigmoids, scales, slopes] = self.kept.get().expect("the forward pass has kept them");
         let [written, dx, dm] = &gradients[..] else { unreachable!("a gradient for each result") };
-        let (shape, computed) = (shape(streams, weight), computing(streams));
+        let shape = shape(streams, weight);
         let ReadShape { positions, n, d, rows } = shape;
         let (streams, weight) = (streams.f_contiguous()?, weight.f_contiguous()?);
         let made = |like: &Tensor| Tensor::f_empty(like.size().as_slice(), (like.kind(), like.device()));
@@ -100,11 +98,11 @@ impl Differentiable for JointReadNode {
             None => Tensor::f_zeros([positions, d].as_slice(), (streams.kind(), streams.device()))?,
         };
         let dp = made(sigmoids)?;
-        kernel::gradient_of_shares(shape, computed, &dx, &streams, &dp)?;
+        kernel::gradient_of_shares(shape, &dx, &streams, &dp)?;
         // The gradient of s m₀ + b is dp σ(1 − σ).
         let dlogits = dp.f_mul(sigmoids)?.f_mul(&sigmoids.f_neg()?.f_add_scalar(1.0)?)?;
         let first = mixes.f_narrow(1, 0, n)?;
-        let dscale = dlogits.f_mul(&first)?.f_sum(Kind::Double)?.f_to_kind(computed)?.f_view([1])?;
+        let dscale = dlogits.f_mul(&first)?.f_sum(Kind::Double)?.f_to_kind(scale.kind())?.f_view([1])?;
         let dbias = dlogits.f_sum_dim_intlist([0i64].as_slice(), false, None::<Kind>)?;
         let outside = match dm {
             Some(dm) => dm.f_reshape([positions, rows].as_slice())?,
@@ -112,14 +110,14 @@ impl Differentiable for JointReadNode {
         };
         let of_first = outside.f_narrow(1, 0, n)?.f_add(&dlogits.f_mul(scale)?)?;
         let dm = Tensor::f_cat(&[of_first, outside.f_narrow(1, n, rows - n)?], 1)?;
-        let of_h = dm.f_mul(mixes)?.f_sum_dim_intlist([1i64].as_slice(), true, None::<Kind>)?.f_mul(slopes)?; // c
+        let c = dm.f_mul(mixes)?.f_sum_dim_intlist([1i64].as_slice(), true, None::<Kind>)?.f_mul(slopes)?;
         let steps = dm.f_mul(scales)?; // r·dm
         let flat = streams.f_view([positions, n * d])?;
-        let dweight = steps.f_transpose(0, 1)?.f_mm(&wide(&flat)?)?;
+        let dweight = steps.f_transpose(0, 1)?.f_mm(&accumulate(&flat)?)?;
         let written = written.as_ref().map(|written| written.f_contiguous()).transpose()?;
         let dh = made(&streams)?;
-        let given = [&weight, &steps, &sigmoids.f_add_scalar(self.eps)?, &of_h];
-        kernel::gradient_of_streams(shape, computed, &dx, &streams, written.as_ref(), given, &dh)?;
+        let given = [&weight, &steps, &sigmoids.f_add_scalar(self.eps)?, &c];
+        kernel::gradient_of_streams(shape, &dx, &streams, written.as_ref(), given, &dh)?;
         Ok([dh, dweight, dscale, dbias].map(Some).into())
     }
 }
@@ -135,6 +133,7 @@ mod tests {
     use super::super::sizes::{EPS, LEAST_NORM};
     use super::*;
     use crate::cpu::simd::{force, Level};
+    use crate::testing::assert_near;
     use tch::Device;
 
     #[test]
@@ -181,11 +180,8 @@ mod tests {
                         .zip(run(true, composed))
                         .enumerate()
                     {
-                        assert_eq!(found.size(), wanted.size());
-                        let error = (found.to_kind(Kind::Double) - &wanted).abs().sum(Kind::Double).double_value(&[]);
-                        let size = wanted.abs().sum(Kind::Double).double_value(&[]);
-                        let text = format!("{level:?} {kind:?} {rows} {n} {d}, number {i}: {error} of {size}");
-                        assert!(error <= bound * size, "{text}");
+                        let what = format!("{level:?} {kind:?} {rows} {n} {d}, number {i}");
+                        assert_near(found, &wanted, bound, 0.0, &what);
                     }
                 }
             }

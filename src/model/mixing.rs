@@ -4,11 +4,13 @@
 use super::depth_attention::attend;
 use super::joint_read::{self, JointRead};
 use super::residual::learned;
-use super::sizes::{computing, unit_rms, wide, EPS, LEAST_NORM};
+use super::sizes::{unit_rms, EPS, LEAST_NORM};
 use super::Builder;
 use crate::analysis::Watch;
 use crate::error::{Error, Result};
 use crate::kernel::joint_read::Divisor;
+use crate::kernel::view::accumulation;
+use crate::norm::composed::accumulate;
 use crate::operator::{mix_streams, sinkhorn};
 use crate::residual::{Gates, Mixing};
 use tch::{Kind, Tensor};
@@ -88,7 +90,7 @@ impl BuiltMixing {
                     by_channel(tensors[0], [gain, down, up], write.first().copied(), *magnitude, note)
                 }
                 (Gates::Sum(c), _) => {
-                    let sum = wide(tensors[0])?.f_sum_dim_intlist([-2i64].as_slice(), false, None::<Kind>)?;
+                    let sum = accumulate(tensors[0])?.f_sum_dim_intlist([-2i64].as_slice(), false, None::<Kind>)?;
                     Ok((sum.f_mul_scalar(*c)?.f_to_kind(tensors[0].kind())?, None))
                 }
                 _ => unreachable!("`parameters` names them all"),
@@ -96,10 +98,10 @@ impl BuiltMixing {
             (Mixing::Depth(_), []) => Ok((tensors[0].shallow_clone(), None)),
             (Mixing::Depth(_), [query, gain @ ..]) => {
                 let [x, scores] = match gain {
-                    [gain] => attend(tensors, &wide(query)?.f_mul(&wide(gain)?)?, false, is_training)?,
+                    [gain] => attend(tensors, &accumulate(query)?.f_mul(&accumulate(gain)?)?, false, is_training)?,
                     _ => {
                         let d = *query.size().last().expect("a query has numbers");
-                        attend(tensors, &wide(query)?.f_mul_scalar((d as f64).powf(-0.5))?, true, is_training)?
+                        attend(tensors, &accumulate(query)?.f_mul_scalar((d as f64).powf(-0.5))?, true, is_training)?
                     }
                 };
                 note(&scores)?;
@@ -170,7 +172,7 @@ impl Scores {
         eps: f64,
         is_training: bool,
     ) -> Result<Self> {
-        let kind = computing(streams);
+        let kind = accumulation(streams.kind());
         let (scale, bias) = (scale.f_to_kind(kind)?, bias.f_to_kind(kind)?);
         let first = bias.f_narrow(0, 0, streams.size()[streams.dim() - 2])?;
         let read = joint_read::read(streams, [weight, &scale.f_narrow(0, 0, 1)?, &first], by, eps, is_training)?;
@@ -194,7 +196,7 @@ fn joint(
     note: impl Fn(&Tensor) -> Result<()>,
 ) -> Result<Read> {
     let n = streams.size()[streams.dim() - 2];
-    let weight = weight.f_to_kind(computing(streams))?;
+    let weight = weight.f_to_kind(accumulation(streams.kind()))?;
     let scores = Scores::read(streams, [&weight, scale, bias], Divisor::RootMeanSquare(EPS), EPS, is_training)?;
     note(&scores.read.mixes)?;
     let gates =
@@ -233,8 +235,8 @@ fn permuted(
 ) -> Result<Read> {
     let n = streams.size()[streams.dim() - 2];
     // W(γ⊙ĥ) = (Wγ)ĥ, where γ multiplies W's columns: so no product with γ passes through the streams.
-    let gain = gain.f_to_kind(computing(streams))?.f_mul_scalar((gain.size1()? as f64).sqrt())?;
-    let weight = weight.f_to_kind(computing(streams))?.f_mul(&gain)?;
+    let gain = gain.f_to_kind(accumulation(streams.kind()))?.f_mul_scalar((gain.size1()? as f64).sqrt())?;
+    let weight = weight.f_to_kind(accumulation(streams.kind()))?.f_mul(&gain)?;
     let scores = Scores::read(streams, [&weight, scale, bias], Divisor::Norm(LEAST_NORM), 0.0, is_training)?;
     note(&scores.read.mixes)?;
     let gates = scores.part(1, n, n)?.f_sigmoid()?.f_mul_scalar(2.0)?.f_unsqueeze(-1)?;
@@ -265,7 +267,7 @@ fn permutation_matrices(n: i64) -> Result<Tensor> {
 fn each(streams: &Tensor, bias: &Tensor, dynamic: &[&Tensor], note: impl Fn(&Tensor) -> Result<()>) -> Result<Read> {
     let size = streams.size();
     let [.., n, d] = size[..] else { unreachable!("streams are (…, n, d)") };
-    let h = wide(streams)?;
+    let h = accumulate(streams)?;
     let cast = |t: &Tensor| t.f_to_kind(h.kind());
     let mut rows = cast(bias)?.f_view([n, n + 2])?; // p_i, R_i1 to R_in, g_i
     if let [gain, shift, weight, scale] = dynamic {
@@ -292,7 +294,7 @@ fn by_channel(
     note: impl Fn(&Tensor) -> Result<()>,
 ) -> Result<Read> {
     let n = streams.size()[streams.dim() - 2];
-    let h = wide(streams)?;
+    let h = accumulate(streams)?;
     let cast = |t: &Tensor| t.f_to_kind(h.kind());
     let normed = unit_rms(&h, EPS)?.f_flatten(-2, -1)?.f_mul(&cast(gain)?)?;
     // The product of a matrix with vec(Ĥ)/n, where `normed` is vec(Ĥ), (…, n·d).

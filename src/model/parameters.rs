@@ -3,6 +3,7 @@
 use super::attention_heads::AttentionHeads;
 use crate::error::{Error, Result};
 use crate::init::Fill;
+use crate::kernel::view::accumulation;
 use crate::norm::spec::CLOCK;
 use crate::operator::Generator;
 use crate::parametrisation::{self, DeclaredAs, Part, Scaled, SumsOver};
@@ -297,12 +298,4 @@ fn given(tensors: &BTreeMap<String, Tensor>, name: &str, shape: &[i64]) -> Resul
         )));
     }
     Ok(t.shallow_clone())
-}
-
-fn accumulation(kind: Kind) -> Kind {
-    if kind == Kind::Double {
-        Kind::Double
-    } else {
-        Kind::Float
-    }
 }

@@ -5,6 +5,7 @@ use super::{Builder, Packed};
 use crate::config::{Positions, TransformerConfig};
 use crate::error::Result;
 use crate::init::{Init, Table};
+use crate::kernel::view::accumulation;
 use tch::{Kind, Tensor};
 
 /// The positions that are added to the word embeddings of one side.
@@ -63,7 +64,7 @@ impl Rotary {
 
     /// Returns the rotation for each row of the input. `kind` is the type of matrix products.
     pub fn rotation(&self, input: &Packed, kind: Kind) -> Result<Rotation> {
-        let kind = if kind == Kind::Double { Kind::Double } else { Kind::Float };
+        let kind = accumulation(kind);
         let table = self.0.table(input.end, kind, input.positions.device())?;
         let rows = table.f_index_select(0, &input.positions)?.f_unsqueeze(1)?; // (rows, 1, d_head)
         let [cos, sin] = halves(&rows)?;

@@ -6,6 +6,7 @@ use super::packed::{Packed, PaddedShape};
 use crate::error::{Error, Result};
 use crate::host::host;
 use crate::kernel::attention::Extras;
+use crate::kernel::view::accumulation;
 use crate::operator;
 use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
@@ -86,7 +87,7 @@ impl Ranges {
     /// Returns the largest q·k of each head, (heads), over all pairs of a query and a key that it attends to; −∞ if
     /// there are none.
     pub fn largest_product(&self, qk: [&Tensor; 2], heads: i64, causal: bool) -> Result<Tensor> {
-        let kind = if qk[0].kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        let kind = accumulation(qk[0].kind());
         let mut largest = Tensor::f_full([heads].as_slice(), f64::NEG_INFINITY, (kind, qk[0].device()))?;
         self.each_product(qk, heads, causal, |products, seen| {
             let products = products.f_masked_fill(&seen.f_logical_not()?, f64::NEG_INFINITY)?;
@@ -395,7 +396,7 @@ impl Padded {
             }
             false => self.real.f_logical_not()?,
         };
-        let (kind, wide) = (scores.kind(), if scores.kind() == Kind::Double { Kind::Double } else { Kind::Float });
+        let (kind, wide) = (scores.kind(), accumulation(scores.kind()));
         let weights = extras.softmax(&scores.f_to_kind(wide)?.f_mul_scalar(scale)?, &hidden)?;
         let Some((p, seed, site)) = dropout else { return Ok(weights.f_to_kind(kind)?) };
         // Heads and queries change places, so that one packed row holds all weights of a query.

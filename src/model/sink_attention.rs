@@ -11,7 +11,8 @@ use crate::error::Result;
 use crate::host::host;
 use crate::kernel::attention::call::{backward, forward, AttentionViews, Settings};
 use crate::kernel::dropout::Draw;
-use crate::operator::{apply, Differentiable, Recording};
+use crate::kernel::view::accumulation;
+use crate::operator::{evaluate, Differentiable};
 use std::cell::OnceCell;
 use tch::{Kind, Tensor};
 
@@ -34,11 +35,7 @@ pub fn sink_attention(
     let function = SinkAttention { ranges: ranges.f_contiguous()?, settings, kept: OnceCell::new() };
     let [q, k, v] = qkv;
     let inputs = [q, k, v, sinks];
-    let mut out = match Recording::is_on() && inputs.iter().any(|t| t.requires_grad()) {
-        true => apply(function, &inputs)?,
-        false => function.forward(inputs.map(Tensor::shallow_clone).into())?,
-    };
-    Ok(out.swap_remove(0))
+    Ok(evaluate(function, &inputs)?.swap_remove(0))
 }
 
 struct SinkAttention {
@@ -67,7 +64,7 @@ impl Differentiable for SinkAttention {
 
     fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
         let [q, k, v, sinks] = &inputs[..] else { unreachable!("queries, keys, values and sinks") };
-        let kind = if q.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        let kind = accumulation(q.kind());
         let plain = Tensor::f_empty(q.size().as_slice(), (q.kind(), q.device()))?;
         let lse = Tensor::f_empty([q.size()[0], self.settings.heads].as_slice(), (kind, q.device()))?;
         forward(&self.views([q, k, v])?, &view(&plain)?, &view(&lse)?)?;

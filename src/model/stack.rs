@@ -11,12 +11,13 @@ use super::{Builder, Context, Ranges, Reads};
 use crate::error::{Error, Result};
 use crate::host::host;
 use crate::init::Init;
+use crate::kernel::view::accumulation;
 use crate::operator;
 use crate::residual::{Change, LayerContext, Schemes};
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 pub struct Stack {
     body: Rc<Body>,
@@ -261,7 +262,7 @@ impl Stack {
         layer: &mut dyn FnMut(usize, Streams) -> Result<Streams>,
     ) -> Result<Tensor> {
         let Body { layers, flow, .. } = &*self.body;
-        let kind = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        let kind = accumulation(x.kind());
         let deviation = ctx.profile.then(|| Tensor::f_ones([1i64].as_slice(), (kind, x.device()))).transpose()?;
         ctx.show(|watch| watch.stack(&x))?;
         let (x, other_streams) = flow.begin(x)?;

@@ -7,10 +7,11 @@ use crate::error::{Error, Result};
 use crate::host::host;
 use crate::kernel::attention::call::{backward, forward, AttentionViews, Settings};
 use crate::kernel::dropout::Draw;
+use crate::kernel::view::accumulation;
 use crate::kernel::view::View;
 use crate::operator::{apply, Differentiable};
 use std::cell::OnceCell;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 /// Computes softmax(scale·QKᵀ)V per head, (rows, d), where Q, K and V are each a third of the columns of `stacked`,
 /// (rows, 3d).
@@ -56,7 +57,7 @@ impl Differentiable for StackedAttention {
     fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
         let stacked = &inputs[0];
         let (rows, columns) = stacked.size2()?;
-        let sums = if stacked.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        let sums = accumulation(stacked.kind());
         let out = Tensor::f_empty([rows, columns / 3].as_slice(), (stacked.kind(), stacked.device()))?;
         let lse = Tensor::f_empty([rows, self.settings.heads].as_slice(), (sums, stacked.device()))?;
         forward(&self.views(stacked)?, &view(&out)?, &view(&lse)?)?;
@@ -88,7 +89,7 @@ pub(super) fn view(t: &Tensor) -> Result<View> {
 mod tests {
     use super::*;
     use crate::operator::attention;
-    use tch::Device;
+    use tch::{Device, Kind};
 
     #[test]
     fn value_and_gradient_are_those_of_attention() {

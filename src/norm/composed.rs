@@ -5,7 +5,8 @@
 
 use super::spec::NormArgs;
 use crate::error::Result;
-use tch::{Kind, Tensor};
+use crate::kernel::view::accumulation;
+use tch::Tensor;
 
 /// Computes x̂ from x, the options, and all parameters except weight and bias, in the order in which the norm
 /// declares them. All tensors are f32 or f64. Each row of x has at least one number; the sizes of x may be symbolic.
@@ -107,5 +108,5 @@ pub fn in_units(eps: f64, unit: &Tensor) -> Result<Tensor> {
 
 /// Casts x to the type in which statistics accumulate: f64 for f64, otherwise f32.
 pub fn accumulate(x: &Tensor) -> Result<Tensor> {
-    Ok(x.f_to_kind(if x.kind() == Kind::Double { Kind::Double } else { Kind::Float })?)
+    Ok(x.f_to_kind(accumulation(x.kind()))?)
 }

@@ -5,8 +5,9 @@ use super::declare::{leader, tensor, Argument, DtypeRule, Operator};
 use super::engine::{self, Handle};
 use crate::error::{Error, Result};
 use crate::kernel::cross_entropy::call::{self as kernel, LossViews, Losses};
-use crate::kernel::cross_entropy::composed::{composed, computed};
+use crate::kernel::cross_entropy::composed::composed;
 use crate::kernel::cross_entropy::{Smoothing, PROGRAM};
+use crate::kernel::view::accumulation;
 use crate::kernel::view::View;
 use tch::Tensor;
 
@@ -139,7 +140,7 @@ pub(super) fn in_place_operator() -> Operator {
     .formula(|call| {
         let [logits, rest @ .., scale] = call.arguments::<7>();
         let (mut logits, mut losses) = (logits.required(), None);
-        let wide = logits.f_to_kind(computed(&logits))?;
+        let wide = logits.f_to_kind(accumulation(logits.kind()))?;
         // The differentiated function is Σ loss, a scalar whose own gradient is 1. It also stores the rows' losses.
         let one = Tensor::f_ones([0i64; 0].as_slice(), (wide.kind(), wide.device()))?;
         let dlogits = engine::gradients(&[&wide], &one, |leaves| {

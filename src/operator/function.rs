@@ -1,6 +1,7 @@
 //! A Rust function as an autograd node.
 
 use super::call::Value;
+use super::engine::Recording;
 use super::ffi::{into_raw, shim_error, status, Span};
 use crate::error::Result;
 use crate::host::CTensor;
@@ -38,6 +39,14 @@ pub fn apply(function: impl Differentiable + 'static, inputs: &[&Tensor]) -> Res
     match unsafe { nfrs_function(Box::into_raw(function).cast(), saves, Span::of(&inputs), list, push) } {
         true => Ok(outputs),
         false => Err(shim_error()),
+    }
+}
+
+/// Returns the function's outputs. Autograd records the function if it is on and an input requires a gradient.
+pub fn evaluate(function: impl Differentiable + 'static, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+    match Recording::is_on() && inputs.iter().any(|t| t.requires_grad()) {
+        true => apply(function, inputs),
+        false => function.forward(inputs.iter().map(|t| t.shallow_clone()).collect()),
     }
 }
 

@@ -90,6 +90,7 @@ fn check(name: &str, [streams, weights, added]: [&Value; 3]) -> Result<()> {
 mod tests {
     use super::*;
     use crate::cpu::simd::{force, Level};
+    use crate::testing::assert_near;
     use tch::{Device, Kind};
 
     #[test]
@@ -125,10 +126,7 @@ mod tests {
                         results
                     };
                     for (found, wanted) in run(kind, mix_streams).iter().zip(run(Kind::Double, kernel::composed)) {
-                        assert_eq!(found.size(), wanted.size());
-                        let error = (found.to_kind(Kind::Double) - &wanted).abs().sum(Kind::Double).double_value(&[]);
-                        let size = wanted.abs().sum(Kind::Double).double_value(&[]);
-                        assert!(error <= bound * size, "{level:?} {kind:?} {count} {m} {n} {d}: {error} of {size}");
+                        assert_near(found, &wanted, bound, 0.0, &format!("{level:?} {kind:?} {count} {m} {n} {d}"));
                     }
                 }
             }

@@ -40,7 +40,7 @@ pub use composite::{group_scaling, norm_of_ones_own, own_norm};
 pub use cross_entropy::{cross_entropy, cross_entropy_in_place};
 pub use engine::{backward_from, set_grad, width, Recording};
 pub use ffi::caught;
-pub use function::{apply, Differentiable};
+pub use function::{apply, evaluate, Differentiable};
 pub use generator::Generator;
 pub use mix_streams::mix_streams;
 pub use recompute::recomputed;

@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::kernel::residual_step::{call as kernel, NO_NORM};
 use crate::kernel::rows::call::{RowGradients, RowViews};
 use crate::kernel::rows::curve::NUMBERS;
+use crate::kernel::view::accumulation;
 use crate::kernel::view::View;
 use crate::norm::operators::RowNormOpSpec;
 use tch::{Kind, Tensor};
@@ -217,7 +218,7 @@ fn gradients(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Ten
         unreachable!("the schema has these")
     };
     let (x_plus, f) = (x_plus.required(), f.required());
-    let kind = if x_plus.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    let kind = accumulation(x_plus.kind());
     let wide = |v: &Value| Ok::<_, Error>(v.tensor().map(|t| t.f_to_kind(kind)).transpose()?);
     let mut g = wide(dx_plus)?;
     // The gradients of weight, bias and a curve's numbers; without a norm or dy, `None` twice.
@@ -256,7 +257,7 @@ fn formula(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Tenso
         unreachable!("the schema has these")
     };
     let (x, f) = (x.required(), f.required());
-    let kind = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    let kind = accumulation(x.kind());
     let gained = |t: Tensor, gain: &Value| match gain.tensor() {
         Some(gain) => Ok(t.f_mul(&gain.f_to_kind(kind)?)?),
         None => Ok::<_, Error>(t),

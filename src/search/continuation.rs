@@ -4,6 +4,7 @@ use super::SearchConfig;
 use crate::config::SearchRule;
 use crate::error::{Error, Result};
 use crate::host::host;
+use crate::kernel::view::accumulation;
 use crate::model::{BOS, EOS, PAD};
 use std::sync::Arc;
 use tch::{Kind, Tensor};
@@ -86,7 +87,7 @@ impl TargetVocabulary {
         if let Some(bias) = &self.bias {
             logits = logits.f_add_(&bias.f_to_device(logits.device())?)?;
         }
-        let kind = if logits.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        let kind = accumulation(logits.kind());
         let log_p = logits.f_log_softmax(-1, kind)?;
         let forbid = |from: i64, types: i64| -> Result<()> {
             let _ = log_p.f_narrow(1, from, types)?.f_fill_(f64::NEG_INFINITY)?;

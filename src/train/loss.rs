@@ -10,6 +10,7 @@ use crate::error::Result;
 use crate::kernel::cross_entropy as kernel;
 use crate::kernel::product::{add_product, product};
 use crate::kernel::row_sum::add_rows;
+use crate::kernel::view::accumulation;
 use crate::model::{FlatBuffers, FlatParameter, Transformer, PAD};
 use crate::operator;
 use tch::{no_grad, Kind, Tensor};
@@ -97,7 +98,7 @@ impl Objective {
         if self.z_loss == 0.0 {
             return Ok(None);
         }
-        let kind = if logits.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        let kind = accumulation(logits.kind());
         let logits = logits.f_to_kind(kind)?;
         let log_z = logits.f_logsumexp([-1i64].as_slice(), true)?;
         let counted = log_z.f_mul(&counts.f_unsqueeze(-1)?.f_to_kind(kind)?)?;

@@ -5,7 +5,8 @@ use super::Sequence;
 use crate::cpu::memory;
 use crate::error::Result;
 use crate::host::host;
-use tch::{Kind, Tensor};
+use crate::kernel::view::accumulation;
+use tch::Tensor;
 
 /// The options of a softmax that kernels do not support.
 #[derive(Clone, Copy, Debug, Default)]
@@ -50,7 +51,7 @@ pub fn composed(
     extras: &Extras,
     draw: impl FnOnce(i64, i64) -> Result<Option<Tensor>>,
 ) -> Result<Tensor> {
-    let kind = if q.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    let kind = accumulation(q.kind());
     let device = q.device();
     // Ranges are checked before anything is indexed with them: a GPU would fail without a clear message, and then stay
     // unusable.

@@ -2,16 +2,8 @@
 
 use super::Smoothing;
 use crate::error::Result;
-use tch::{Device, Kind, Tensor};
-
-/// Returns the type in which the loss is computed from these logits: f64 for f64, else f32.
-pub fn computed(t: &Tensor) -> Kind {
-    if t.kind() == Kind::Double {
-        Kind::Double
-    } else {
-        Kind::Float
-    }
-}
+use crate::kernel::view::accumulation;
+use tch::{Device, Tensor};
 
 /// Returns (loss, nll).
 pub fn composed(
@@ -21,7 +13,7 @@ pub fn composed(
     smoothing: Smoothing,
     ignore_index: i64,
 ) -> Result<(Tensor, Tensor)> {
-    let kind = computed(logits);
+    let kind = accumulation(logits.kind());
     let mut z = logits.f_to_kind(kind)?;
     let outside = mask.map(|m| m.f_logical_not()).transpose()?;
     if let Some(outside) = &outside {

@@ -4,15 +4,15 @@ use super::{backward as backward_positions, forward as forward_positions};
 use crate::cpu::parallel::{self, numbers, Shared};
 use crate::cpu::Element;
 use crate::error::Result;
-use crate::kernel::view::{by_dtype, check_computed, View};
+use crate::kernel::view::{accumulation, by_dtype, View};
 use std::ops::Range;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
-/// The operands: outputs v_0, v_1, … (…, d) of one type, and the queries u (queries, d) in the type `computed`.
+/// The operands: outputs v_0, v_1, … (…, d) of one type, and the queries u (queries, d) in the type of sums
+/// over them.
 pub struct Operands<'a> {
     pub outputs: &'a [Tensor],
     pub queries: &'a Tensor,
-    pub computed: Kind,
     pub is_normed: bool,
 }
 
@@ -32,19 +32,18 @@ impl Operands<'_> {
     /// Returns a view of the queries or of their gradient.
     fn like_queries(&self, t: &Tensor) -> Result<View> {
         let [_, queries, d] = self.sizes()?;
-        View::of_rows(t, self.computed, [queries, d])
+        View::of_rows(t, accumulation(self.outputs[0].kind()), [queries, d])
     }
 }
 
-/// Writes x to `x`, a tensor for each query, and the scores to `scores` (…, queries, outputs), of the type `computed`.
+/// Writes x to `x`, a tensor for each query, and the scores to `scores` (…, queries, outputs), of the queries' type.
 pub fn forward(given: &Operands, x: &[Tensor], scores: &Tensor) -> Result<()> {
     let [positions, queries, d] = given.sizes()?;
     let each = queries * given.outputs.len() as i64;
     let (v, x, u) = (given.like_outputs(given.outputs)?, given.like_outputs(x)?, given.like_queries(given.queries)?);
-    let z = View::of_rows(scores, given.computed, [positions, each])?;
+    let z = View::of_rows(scores, given.queries.kind(), [positions, each])?;
     by_dtype!(v[0], E => {
-        check_computed::<E>(given.computed)?;
-        // SAFETY: `of_rows` and `check_computed` have checked types, sizes and layout; the tensors outlive this function, and x and
+        // SAFETY: `of_rows` has checked types, sizes and layout; the tensors outlive this function, and x and
         // the scores are the caller's own.
         let (v, u, x, z) = unsafe {
             (readable::<E>(&v), u.slice::<<E as Element>::Acc>(), writable::<E>(&x),
@@ -67,7 +66,6 @@ pub fn backward(given: &Operands, g: &[Tensor], du: &Tensor, dv: &[Tensor]) -> R
     let (g, v, dv) = (given.like_outputs(g)?, given.like_outputs(given.outputs)?, given.like_outputs(dv)?);
     let (u, du) = (given.like_queries(given.queries)?, given.like_queries(du)?);
     by_dtype!(v[0], E => {
-        check_computed::<E>(given.computed)?;
         // SAFETY: as in `forward`.
         let (g, v, u, dv, du) = unsafe {
             (readable::<E>(&g), readable::<E>(&v), u.slice::<<E as Element>::Acc>(), writable::<E>(&dv),

@@ -4,7 +4,7 @@ use super::{forward as forward_positions, share_gradients, stream_gradients, Div
 use crate::cpu::parallel::{self, numbers, Shared};
 use crate::cpu::{Accumulator, Element};
 use crate::error::Result;
-use crate::kernel::view::{by_dtype, check_computed, View};
+use crate::kernel::view::{accumulation, by_dtype, View};
 use tch::{Kind, Tensor};
 
 /// The sizes of a read: the number of positions, of streams, of numbers in a stream, and of rows of W.
@@ -17,10 +17,9 @@ pub struct ReadShape {
 }
 
 /// Reads the streams `h`, and writes x, m, σ(s m₀ + b), r and c/⟨dm, m⟩ to `to`. `parameters` are W and b. All tensors but
-/// the streams and x are of the type `computed`.
+/// the streams and x are of the type in which sums over the streams accumulate.
 pub fn forward(
     shape: ReadShape,
-    computed: Kind,
     h: &Tensor,
     parameters: [&Tensor; 2],
     [scale, eps]: [f64; 2],
@@ -28,7 +27,7 @@ pub fn forward(
     to: [&Tensor; 5],
 ) -> Result<()> {
     let ReadShape { positions, n, d, rows } = shape;
-    let stored = h.kind();
+    let (stored, computed) = (h.kind(), accumulation(h.kind()));
     let view = |t: &Tensor, kind: Kind, cols: i64| View::of_rows(t, kind, [positions, cols]);
     let [w, b] = parameters;
     let (w, b) = (View::of_rows(w, computed, [rows, n * d])?, View::of_rows(b, computed, [1, n])?);
@@ -41,8 +40,7 @@ pub fn forward(
         view(slopes, computed, 1)?,
     ];
     by_dtype!(h, E => {
-        check_computed::<E>(computed)?;
-        // SAFETY: `of_rows` and `check_computed` have checked types, sizes and layout; the tensors outlive this function, and those
+        // SAFETY: `of_rows` has checked types, sizes and layout; the tensors outlive this function, and those
         // of `to` are the caller's own.
         let (h_all, w, b, x, to) = unsafe {
             let to = to.map(|t| Shared::<<E as Element>::Acc>::new(t.slice_mut()));
@@ -69,13 +67,12 @@ pub fn forward(
 }
 
 /// Writes dp to `dp` (positions, n).
-pub fn gradient_of_shares(shape: ReadShape, computed: Kind, dx: &Tensor, h: &Tensor, dp: &Tensor) -> Result<()> {
+pub fn gradient_of_shares(shape: ReadShape, dx: &Tensor, h: &Tensor, dp: &Tensor) -> Result<()> {
     let ReadShape { positions, n, d, .. } = shape;
-    let stored = h.kind();
+    let (stored, computed) = (h.kind(), accumulation(h.kind()));
     let dx = View::of_rows(dx, stored, [positions, d])?;
     let (h, dp) = (View::of_rows(h, stored, [positions, n * d])?, View::of_rows(dp, computed, [positions, n])?);
     by_dtype!(h, E => {
-        check_computed::<E>(computed)?;
         // SAFETY: as in `forward`.
         let (dx, h_all, dp) = unsafe {
             (dx.slice::<E>(), h.slice::<E>(), Shared::new(dp.slice_mut::<<E as Element>::Acc>()))
@@ -93,26 +90,24 @@ pub fn gradient_of_shares(shape: ReadShape, computed: Kind, dx: &Tensor, h: &Ten
 /// Writes the streams' gradient to `dh`, given dx, the streams, dh′ if there is one, and [W, r·dm, p, c].
 pub fn gradient_of_streams(
     shape: ReadShape,
-    computed: Kind,
     dx: &Tensor,
     h: &Tensor,
     written: Option<&Tensor>,
-    [w, steps, p, of_h]: [&Tensor; 4],
+    [w, steps, p, c]: [&Tensor; 4],
     dh: &Tensor,
 ) -> Result<()> {
     let ReadShape { positions, n, d, rows } = shape;
-    let stored = h.kind();
+    let (stored, computed) = (h.kind(), accumulation(h.kind()));
     let view = |t: &Tensor, kind: Kind, cols: i64| View::of_rows(t, kind, [positions, cols]);
     let written = written.map(|t| view(t, stored, n * d)).transpose()?;
     let (dx, h, dh) = (view(dx, stored, d)?, view(h, stored, n * d)?, view(dh, stored, n * d)?);
     let w = View::of_rows(w, computed, [rows, n * d])?;
-    let (steps, p, of_h) = (view(steps, computed, rows)?, view(p, computed, n)?, view(of_h, computed, 1)?);
+    let (steps, p, c) = (view(steps, computed, rows)?, view(p, computed, n)?, view(c, computed, 1)?);
     by_dtype!(h, E => {
-        check_computed::<E>(computed)?;
         // SAFETY: as in `forward`.
-        let (dx, h_all, written, w, steps, p, of_h, dh) = unsafe {
+        let (dx, h_all, written, w, steps, p, c, dh) = unsafe {
             (dx.slice::<E>(), h.slice::<E>(), written.map(|t| t.slice::<E>()), w.slice(), steps.slice(), p.slice(),
-             of_h.slice(), Shared::new(dh.slice_mut::<E>()))
+             c.slice(), Shared::new(dh.slice_mut::<E>()))
         };
         let (n, d, k) = (n as usize, d as usize, rows as usize);
         parallel::over_rows(h.rows(), n * d, |rows, of_rows| {
@@ -121,7 +116,7 @@ pub fn gradient_of_streams(
             let written = written.map(|all| &all[of_rows.clone()]);
             let (dx, p) = (&dx[numbers(&rows, d)], &p[numbers(&rows, n)]);
             let steps = &steps[numbers(&rows, k)];
-            stream_gradients::<E>(dx, &h_all[of_rows], written, w, steps, p, &of_h[rows], d, dh);
+            stream_gradients::<E>(dx, &h_all[of_rows], written, w, steps, p, &c[rows], d, dh);
         });
         Ok(())
     })

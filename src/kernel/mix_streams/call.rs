@@ -5,9 +5,9 @@ use super::{backward as backward_positions, forward as forward_positions};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{Accumulator, Element};
 use crate::error::Result;
-use crate::kernel::view::{by_dtype, View};
+use crate::kernel::view::{accumulation, by_dtype, View};
 use std::ops::Range;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 /// The input tensors of a call, as matrices of all positions' rows. `n` is the number of streams.
 pub struct Inputs<'a> {
@@ -82,7 +82,7 @@ fn over_positions(given: &Inputs, work: impl Fn([usize; 3], [Range<usize>; 4]) +
 /// Computes y in tch, in the streams' computing type. Rows are added one by one, because under autocast a matrix
 /// product would round them to 16 bits.
 pub fn composed(streams: &Tensor, weights: &Tensor, added: Option<&Tensor>) -> Result<Tensor> {
-    let computing = if streams.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    let computing = accumulation(streams.kind());
     let mut rows = streams.f_unbind(-2)?;
     rows.extend(added.map(Tensor::shallow_clone));
     let terms = rows.iter().zip(weights.f_split(1, -1)?).map(|(row, w)| {

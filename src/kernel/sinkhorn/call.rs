@@ -6,7 +6,7 @@ use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{memory, Element};
 use crate::error::Result;
 use crate::kernel::math::LANES;
-use crate::kernel::view::{by_dtype, View};
+use crate::kernel::view::{accumulation, by_dtype, View};
 use tch::{Kind, Tensor};
 
 /// Computes m from logits (…, n, n).
@@ -50,7 +50,7 @@ fn over_matrices<E: Element>(dm: Option<&View>, logits: &View, to: &View, iterat
 
 /// Computes m in tch, in the type in which the logits are computed.
 pub fn composed(logits: &Tensor, iterations: i64, eps: f64) -> Result<Tensor> {
-    let computing = if logits.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    let computing = accumulation(logits.kind());
     // Divides by the sums over dimension `by`, plus ε.
     let divided = |m: &Tensor, by: i64| -> Result<Tensor> {
         Ok(m.f_div(&m.f_sum_dim_intlist([by].as_slice(), true, None::<Kind>)?.f_add_scalar(eps)?)?)
