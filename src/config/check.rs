@@ -1,7 +1,9 @@
 //! Checks of each option's value, and of options that depend on each other.
 
 use super::{attention, parametrisation, positions};
-use super::{Architecture, AttentionName, DataConfig, OptimizerName, ScheduleName, TrainingConfig, TransformerConfig};
+use super::{
+    Architecture, AttentionName, Criterion, DataConfig, OptimizerName, ScheduleName, TrainingConfig, TransformerConfig,
+};
 use crate::error::{Error, Result};
 use crate::norm::conventions::KEYWORDS;
 use crate::norm::spec::NORM_EPS;
@@ -275,11 +277,17 @@ impl TrainingConfig {
             ("evaluate_every", self.evaluate_every, 0),
             ("log_layers", self.log_layers, 0),
             ("log_statistics", self.log_statistics, 0),
-            ("evaluation_beam", self.evaluation_beam, 1),
+            ("evaluation_beam", self.evaluation_beam, 0),
         ] {
             if value < least {
                 return Err(Error::invalid(format!("{name} must be at least {least}, got {value}")));
             }
+        }
+        if self.criterion == Criterion::Bleu && self.evaluation_beam == 0 {
+            return Err(Error::invalid(
+                "criterion = \"bleu\" needs an evaluation_beam of at least 1, got 0, which measures no BLEU: give 1 for \
+                 greedy search, or criterion = \"loss\"",
+            ));
         }
         // The random numbers of dropout distinguish at most 2¹⁶ micro-batches per update.
         if self.accumulate > 1 << 16 {

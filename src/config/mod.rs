@@ -380,7 +380,7 @@ config! {
             /// Log the residual stream's size by layer, how far the model's output has moved since the start, and how
             /// batch statistics differ from running ones, every this many updates; 0 means never.
             log_statistics: i64 = 0,
-            /// Beam of the translations that evaluations score; 1 is greedy search.
+            /// Beam of the translations whose BLEU evaluations measure; 1 is greedy search, 0 measures no BLEU.
             evaluation_beam: i64 = 1,
             /// sacreBLEU's tokeniser for BLEU in evaluations; none counts words between spaces.
             evaluation_tokenize: Tokenize = Tokenize::None,

@@ -115,6 +115,9 @@ pub(super) fn prepare_with(
             ));
         }
     }
+    if training.evaluation_beam == 0 {
+        references.clear();
+    }
     warnings.extend(check_bleu(&references, training)?);
     Ok(PreparedData { model, segmenter, vocabulary, train, valid, references, mask, limit, skipped, digests, warnings })
 }

@@ -324,6 +324,15 @@ def test_rows_of_other_options_are_stale():
     assert "4 runs were measured only with other options or versions" in "".join(page._limits(found))
 
 
+@pytest.mark.parametrize(
+    ("options", "beam"),
+    [({}, 0), ({"evaluation_beam": 2}, 2), ({"criterion": "bleu"}, None), ({"schedule": "no-warmup"}, None)],
+)
+def test_evaluations_translate_only_for_what_depends_on_bleu(options, beam):
+    study = Study(arms={"pre": {**ARMS["pre"], **options}}, options=SMALL, updates=5)
+    assert study.row(study.cells[0], 1e-3, 1).options.get("evaluation_beam") == beam
+
+
 def test_another_version_trains_anew(monkeypatch):
     study = Study(arms=ARMS, options=SMALL, updates=5)
     before = study.row(study.cells[0], 1e-3, 1)

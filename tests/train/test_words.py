@@ -77,6 +77,14 @@ def test_targets_below_four_words_are_said(tmp_path):
         fit(tmp_path / "bleu", data, training={"updates": 1, "criterion": "bleu"})
 
 
+def test_evaluations_with_a_beam_of_0_translate_nothing(tmp_path, chinese):
+    run = train(tmp_path / "run", chinese, training={"updates": 2, "evaluate_every": 1, "evaluation_beam": 0})
+    assert [e["bleu"] for e in events(run, "evaluated")] == [None, None]
+    assert not warnings(run), "a run without BLEU is not told that BLEU measures nothing"
+    with pytest.raises(nfrs.InputError, match='criterion = "bleu" needs an evaluation_beam of at least 1, got 0'):
+        train(tmp_path / "other", chinese, training={"criterion": "bleu", "evaluation_beam": 0})
+
+
 def test_fewer_merges_than_asked_are_counted(tmp_path, chinese):
     run = train(tmp_path / "run", chinese, bpe_operations=32000)
     learned = len([line for line in (run / "bpe.codes").read_text().splitlines() if not line.startswith("#")])

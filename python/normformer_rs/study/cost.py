@@ -46,7 +46,13 @@ def _cost(study: Study, cell: Cell, corpus: Corpus, files: Files, device: str) -
     # For each seed a run per rate chooses the rate, and one more run is reported.
     runs, updates = study.seeds * (len(study.lr) + 1), options["updates"]
     needs: DryRun = trainer_of(options, files, device).dry_run()
-    few = {"updates": _UPDATES, "evaluate_every": _UPDATES, "warmup": _UPDATES}
+    few = {
+        "updates": _UPDATES,
+        "evaluate_every": _UPDATES,
+        "warmup": _UPDATES,
+        "evaluation_beam": 0,
+        "criterion": "loss",
+    }
     with tempfile.TemporaryDirectory() as output:
         short = trainer_of({**options, **few}, files, device)
         history: History = short.fit(output, progress=False, tensorboard=False, curves=False, overwrite=True)

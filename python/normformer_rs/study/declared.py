@@ -255,6 +255,8 @@ class Study:
             options |= {"updates": updates, "epochs": 0, "patience": 0, "keep": options.get("keep", 1)}
             if "evaluate_every" not in {**shared, **cell.options}:
                 options["evaluate_every"] = max(1, updates // 4)  # four evaluations of each run
+            if "evaluation_beam" not in {**shared, **cell.options} and not _uses_bleu(options):
+                options["evaluation_beam"] = 0  # evaluations would translate the validation set for nothing
             if "prores_steps" not in {**shared, **cell.options}:
                 options["prores_steps"] /= _count(options, "decoder_layers")  # `_CLOCKS` has the share of all layers
             options = {name: _duration(name, value, updates) for name, value in options.items()}
@@ -320,6 +322,11 @@ def _needed(options: Options) -> Options:
     owners |= {"prepbn_steps": "prepbn"}
     return {option: value for option, value in options.items()
             if option not in owners or any(owners[option] in name for name in norms_and_scheme)}  # fmt: skip
+
+
+def _uses_bleu(options: Options) -> bool:
+    """Returns True if a run's best checkpoint or its rate depends on BLEU of its evaluations."""
+    return options.get("criterion") == "bleu" or options.get("schedule") in ("val-decay", "no-warmup")
 
 
 def _own_start(residual: Any) -> str:
