@@ -4,6 +4,7 @@ use crate::error::{Error, Result};
 use crate::host::host;
 use ndarray::{Array1, Array2, ArrayView1, Axis, Zip};
 use std::cell::RefCell;
+use std::fmt::Debug;
 use tch::{Kind, Tensor};
 
 /// Diagnostics of one stack from one pass, in the order of execution.
@@ -18,7 +19,7 @@ pub struct StackObservation {
     pub statistics: Vec<Statistics>,
     /// The mean |x| of the stack's input and of every layer's output (coordinate checks, Yang et al. 2022, App D.1).
     pub sizes: Vec<f64>,
-    /// For each attention: the mean |score| of the scores that enter the softmax.
+    /// For each attention: the mean |score| of the scores that enter the softmax, sinks apart.
     pub scores: Vec<f64>,
     /// For each residual connection whose weights depend on its input: the mean |score| of the scores from which the
     /// weights are computed.
@@ -116,9 +117,69 @@ impl Columns {
     }
 }
 
-/// Records diagnostics while a model runs. Models run without a `Watch` compute none.
+/// What a model shows of itself while it runs. A model without a watch computes nothing for it. Each function does
+/// nothing unless a watch defines it.
+#[allow(unused_variables)]
+pub trait Watch: Debug {
+    /// A stack begins, with the input x.
+    fn stack(&self, x: &Tensor) -> Result<()> {
+        Ok(())
+    }
+
+    /// A layer begins, with the input x.
+    fn layer_input(&self, x: &Tensor) -> Result<()> {
+        Ok(())
+    }
+
+    /// A layer ends, with the output x.
+    fn layer(&self, x: &Tensor) -> Result<()> {
+        Ok(())
+    }
+
+    /// A linear layer has computed y from x with rows of the matrix `weight`.
+    fn product(&self, weight: &Tensor, x: &Tensor, y: &Tensor) -> Result<()> {
+        Ok(())
+    }
+
+    /// The norm of this name has computed y.
+    fn norm(&self, name: &str, y: &Tensor) -> Result<()> {
+        Ok(())
+    }
+
+    /// A norm with running statistics has computed y from this input. The statistics must not change before the watch
+    /// has read them.
+    fn running_norm(&self, input: Columns, y: &Tensor) {}
+
+    /// An activation has computed h.
+    fn activations(&self, h: &Tensor) -> Result<()> {
+        Ok(())
+    }
+
+    /// An attention will compute its softmax.
+    fn attention(&self, logits: &Logits) -> Result<()> {
+        Ok(())
+    }
+
+    /// A connection computes its weights from these scores.
+    fn mixing(&self, scores: &Tensor) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// The logits of an attention, which are computed only if a watch asks for them.
+pub struct Logits<'a> {
+    /// Calls a function with the logits (…, heads, queries, keys) of some sentences, and with a mask that broadcasts to
+    /// them and is true where the query attends to the key, until all sentences are through.
+    pub each: &'a EachLogits<'a>,
+    /// One more logit for each head, (heads), which belongs to no key.
+    pub sinks: Option<&'a Tensor>,
+}
+
+type EachLogits<'a> = dyn Fn(&mut dyn FnMut(Tensor, Tensor) -> Result<()>) -> Result<()> + 'a;
+
+/// The watch that records the diagnostics of papers.
 #[derive(Debug, Default)]
-pub struct Watch {
+pub struct Diagnostics {
     stacks: RefCell<Vec<StackObservation>>,
     norms: RefCell<Vec<NormObservation>>,
     /// The output of the latest layer; before the first layer, the stack's input.
@@ -134,7 +195,7 @@ struct NormObservation {
     y: Tensor,
 }
 
-impl Watch {
+impl Diagnostics {
     /// Ends the recording and returns the diagnostics of each stack. Gradients are those of `loss`, which was computed
     /// from the pass; without a loss they are NaN.
     pub fn finish(self, loss: Option<&Tensor>) -> Result<Vec<StackObservation>> {
@@ -151,15 +212,28 @@ impl Watch {
         Ok(stacks)
     }
 
-    /// Records that a stack begins, and its input x.
-    pub fn stack(&self, x: &Tensor) -> Result<()> {
+    /// Keeps x, the current rows of the residual stream, and records their mean |x|.
+    fn remember(&self, x: Array2<f64>) {
+        self.add(|stack| stack.sizes.push(x.mapv(f64::abs).mean().unwrap_or(f64::NAN)));
+        self.last.replace(Some(x));
+    }
+
+    /// Applies `record` to the observation of the current stack.
+    fn add(&self, record: impl FnOnce(&mut StackObservation)) {
+        if let Some(stack) = self.stacks.borrow_mut().last_mut() {
+            record(stack);
+        }
+    }
+}
+
+impl Watch for Diagnostics {
+    fn stack(&self, x: &Tensor) -> Result<()> {
         self.stacks.borrow_mut().push(StackObservation::default());
         self.remember(rows(x)?);
         Ok(())
     }
 
-    /// Records the output x of a layer.
-    pub fn layer(&self, x: &Tensor) -> Result<()> {
+    fn layer(&self, x: &Tensor) -> Result<()> {
         let x = rows(x)?;
         if let Some(before) = self.last.take() {
             let cosines = Zip::from(before.rows()).and(x.rows()).map_collect(cosine);
@@ -169,45 +243,35 @@ impl Watch {
         Ok(())
     }
 
-    /// Keeps x, the current rows of the residual stream, and records their mean |x|.
-    fn remember(&self, x: Array2<f64>) {
-        self.add(|stack| stack.sizes.push(x.mapv(f64::abs).mean().unwrap_or(f64::NAN)));
-        self.last.replace(Some(x));
+    fn running_norm(&self, input: Columns, y: &Tensor) {
+        if let Some(stack) = self.stacks.borrow().len().checked_sub(1) {
+            self.norms.borrow_mut().push(NormObservation { stack, input, y: y.shallow_clone() });
+        }
     }
 
-    /// Records the output h of an activation.
-    pub fn activations(&self, h: &Tensor) -> Result<()> {
+    fn activations(&self, h: &Tensor) -> Result<()> {
         let h = rows(h)?;
         let active = h.iter().filter(|v| **v != 0.0).count() as f64 / h.len() as f64;
         self.add(|stack| stack.active.push(active));
         Ok(())
     }
 
-    /// Records the mean |score| of an attention.
-    pub fn scores(&self, size: f64) {
-        self.add(|stack| stack.scores.push(size));
-    }
-
-    /// Records the scores from which a connection's weights are computed.
-    pub fn mixing(&self, scores: &Tensor) -> Result<()> {
-        let size = mean_size(scores)?;
-        self.add(|stack| stack.mixing.push(size));
+    fn attention(&self, logits: &Logits) -> Result<()> {
+        let (mut total, mut pairs) = (0.0, 0.0);
+        (logits.each)(&mut |logits, seen| {
+            let sizes = logits.f_abs()?.f_masked_fill(&seen.f_logical_not()?, 0.0)?;
+            total += f64::try_from(sizes.f_sum(Kind::Double)?)?;
+            pairs += f64::try_from(seen.f_expand_as(&logits)?.f_sum(Kind::Double)?)?;
+            Ok(())
+        })?;
+        self.add(|stack| stack.scores.push(total / pairs));
         Ok(())
     }
 
-    /// Records the input and the output y of a norm with running statistics, which must not be updated before
-    /// [`finish`](Self::finish).
-    pub fn norm(&self, input: Columns, y: &Tensor) {
-        if let Some(stack) = self.stacks.borrow().len().checked_sub(1) {
-            self.norms.borrow_mut().push(NormObservation { stack, input, y: y.shallow_clone() });
-        }
-    }
-
-    /// Applies `record` to the observation of the current stack.
-    fn add(&self, record: impl FnOnce(&mut StackObservation)) {
-        if let Some(stack) = self.stacks.borrow_mut().last_mut() {
-            record(stack);
-        }
+    fn mixing(&self, scores: &Tensor) -> Result<()> {
+        let size = mean_size(scores)?;
+        self.add(|stack| stack.mixing.push(size));
+        Ok(())
     }
 }
 
@@ -251,7 +315,7 @@ mod tests {
 
     #[test]
     fn each_stack_has_its_own_layers() {
-        let watch = Watch::default();
+        let watch = Diagnostics::default();
         let x = Tensor::from_slice(&[1.0, 0.0, 0.0, 2.0]).reshape([2, 2]);
         watch.stack(&x).unwrap();
         watch.layer(&Tensor::from_slice(&[3.0, 4.0, 0.0, -1.0]).reshape([2, 2])).unwrap();

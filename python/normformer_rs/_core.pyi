@@ -161,8 +161,10 @@ def forward(
     target_input: Tensor,
     seed: Tensor | None,
     precision: str,
+    heard: Callable[[str, str, int, list[Tensor]], None] | None = None,
 ) -> Tensor:
-    """Logits (B, T, V) of source (B, S) and target_input (B, T), differentiable in `tensors`; seed None: evaluation."""
+    """Logits (B, T, V) of source (B, S) and target_input (B, T), differentiable in `tensors`; seed None: evaluation.
+    `heard` is called with each event of the pass, a parameter's or norm's name, a row and tensors."""
 
 def observe(
     model: str,

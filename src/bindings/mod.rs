@@ -3,6 +3,7 @@
 
 mod graphs;
 mod inspect;
+mod listener;
 mod model;
 mod parametrisation;
 mod runs;

@@ -1,7 +1,8 @@
 //! Functions on models whose parameters are tensors in Python.
 
+use super::listener::Listener;
 use super::{json_text, kind, named, released};
-use crate::analysis::{Columns, StackObservation, Watch};
+use crate::analysis::{Columns, Diagnostics, StackObservation};
 use crate::config::{self, TransformerConfig};
 use crate::error::Error;
 use crate::init::{self, Role, Table};
@@ -218,9 +219,9 @@ fn unit_dimensions(model: &str, names: Vec<String>, tensors: Vec<PyTensor>) -> P
 }
 
 /// Returns the logits (B, T, V) for padded token ids, with zeros at padding, whose id is 1. `seed` is int64 (seed,
-/// update, micro-batch); None means evaluation.
+/// update, micro-batch); None means evaluation. `heard` is called with what the pass computes, see [`Listener`].
 #[pyfunction]
-#[pyo3(signature = (model, names, tensors, source, target_input, seed, precision))]
+#[pyo3(signature = (model, names, tensors, source, target_input, seed, precision, heard=None))]
 #[allow(clippy::too_many_arguments)]
 fn forward(
     py: Python<'_>,
@@ -231,6 +232,7 @@ fn forward(
     target_input: PyTensor,
     seed: Option<PyTensor>,
     precision: &str,
+    heard: Option<Py<PyAny>>,
 ) -> PyResult<PyTensor> {
     let model: TransformerConfig = config::from_json("model", model)?;
     let kind = kind(precision)?;
@@ -238,7 +240,12 @@ fn forward(
     let (source, target, seed) = (source.map(|t| t.0), target_input.0, seed.map(|t| t.0));
     let logits = released(py, move || {
         let (built, read, kind) = reading(Transformer::with_parameters(&model, &tensors)?, source, &target, kind)?;
-        let logits = built.logits(&built.features(&read, &context(&model, seed, kind))?, kind)?;
+        let ctx = context(&model, seed, kind);
+        let ctx = match heard {
+            Some(heard) => ctx.watched(Rc::new(Listener::of(heard, &built.parameters)?)),
+            None => ctx,
+        };
+        let logits = built.logits(&built.features(&read, &ctx)?, kind)?;
         read.target.unpack(&logits, &target)
     })?;
     Ok(PyTensor(logits))
@@ -294,7 +301,7 @@ fn observe<'py>(
         // Parameters require gradients only if there is a loss to differentiate.
         let build = if is_differentiated { Transformer::to_train } else { Transformer::with_parameters };
         let (built, read, kind) = reading(build(&model, &tensors)?, source, &target, kind)?;
-        let watch = Rc::new(Watch::default());
+        let watch = Rc::new(Diagnostics::default());
         let ctx = context(&model, seed, kind).fork(true).watched(watch.clone()); // no statistics are updated
         let logits = if is_differentiated {
             tch::with_grad(|| read.target.unpack(&built.logits(&built.features(&read, &ctx)?, kind)?, &target))

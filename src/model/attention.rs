@@ -7,6 +7,7 @@ use super::stacked_attention::stacked_attention;
 use super::value_embedding::ValueEmbedding;
 use super::written_rows::WrittenRows;
 use super::{times, Builder, Context, Ranges, Reads};
+use crate::analysis::Logits;
 use crate::error::Result;
 use crate::init::{Fill, Init, Role};
 use crate::kernel::attention::Extras;
@@ -282,9 +283,13 @@ impl Attention {
     /// Returns the outputs of all heads side by side, (rows, d).
     fn heads(&self, [q, k, v]: [&Tensor; 3], ranges: &Ranges, causal: bool, ctx: &Context) -> Result<Tensor> {
         ctx.show(|watch| {
-            let size = self.scale * ranges.mean_product([q, &self.for_each_query(k)?], self.heads, causal)?;
-            watch.scores(size);
-            Ok(())
+            let (k, extras) = (self.for_each_query(k)?, self.extras());
+            let each = |visit: &mut dyn FnMut(Tensor, Tensor) -> Result<()>| {
+                ranges.each_product([q, &k], self.heads, causal, |products, seen| {
+                    visit(extras.capped(products.f_mul_scalar(self.scale)?)?, seen)
+                })
+            };
+            watch.attention(&Logits { each: &each, sinks: extras.sinks })
         })?;
         self.measure([q, k], ranges, causal, ctx)?;
         let (dropout, extras) = (self.dropout(ctx), self.extras());

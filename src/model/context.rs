@@ -73,8 +73,8 @@ pub struct Context {
     is_unit_scaled: bool,
     /// Weights prepared for many products; only for passes between which the weights do not change.
     prepared: Option<Arc<PreparedWeights>>,
-    /// The watch that records diagnostics of this pass, if there is one.
-    watch: Option<Rc<Watch>>,
+    /// The watch to which this pass shows what it computes, if there is one.
+    watch: Option<Rc<dyn Watch>>,
     /// The tensors that the running stack's layers have kept for later layers.
     kept_tensors: Rc<KeptTensors>,
     dropout_site: Rc<Cell<i64>>,
@@ -240,18 +240,18 @@ impl Context {
         Context { profile: true, ..self }
     }
 
-    /// Records diagnostics in `watch`.
-    pub fn watched(self, watch: Rc<Watch>) -> Self {
+    /// Shows `watch` what the pass computes.
+    pub fn watched(self, watch: Rc<dyn Watch>) -> Self {
         Context { watch: Some(watch), ..self }
     }
 
-    /// Returns the watch that records this pass, if there is one.
-    pub fn watch(&self) -> Option<&Watch> {
+    /// Returns the watch to which this pass shows what it computes, if there is one.
+    pub fn watch(&self) -> Option<&dyn Watch> {
         self.watch.as_deref()
     }
 
     /// Calls `record` with the watch, if there is one.
-    pub fn show(&self, record: impl FnOnce(&Watch) -> Result<()>) -> Result<()> {
+    pub fn show(&self, record: impl FnOnce(&dyn Watch) -> Result<()>) -> Result<()> {
         self.watch.as_deref().map_or(Ok(()), record)
     }
 
@@ -262,7 +262,9 @@ impl Context {
             Some(weights) if !Recording::is_on() => weights.linear(x, weight, bias, self.kind),
             _ => linear(x, weight, bias, self.kind, self.flat.as_deref()),
         }?;
-        times(y, if self.is_unit_scaled { UnitScaled::product(weight.size()[1]) } else { 1.0 })
+        let y = times(y, if self.is_unit_scaled { UnitScaled::product(weight.size()[1]) } else { 1.0 })?;
+        self.show(|watch| watch.product(weight, x, &y))?;
+        Ok(y)
     }
 
     /// Returns the tensors that layers of the running stack have kept, by name.

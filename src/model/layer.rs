@@ -194,8 +194,9 @@ impl BuiltSublayer {
             operator::Step { x: s, alpha: alpha.as_ref(), beta: beta.as_ref(), ..step }.add()
         });
         let others = others.collect::<Result<_>>()?;
-        // The norm that reads the sum directly, if it can be computed in the same step.
+        // The norm that reads the sum directly, if it can be computed in the same step. A watch sees every norm alone.
         let fused = match after.is_empty() {
+            _ if ctx.watch().is_some() => None,
             true => next.map(|norm| norm.row()).transpose()?.flatten(),
             false => after.norm().map(|norm| norm.row()).transpose()?.flatten(),
         };

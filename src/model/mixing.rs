@@ -71,7 +71,7 @@ impl BuiltMixing {
     pub fn read(
         &self,
         tensors: &[&Tensor],
-        watch: Option<&Watch>,
+        watch: Option<&dyn Watch>,
         is_training: bool,
     ) -> Result<(Tensor, Option<PendingWrite>)> {
         let note = |scores: &Tensor| watch.map_or(Ok(()), |watch| watch.mixing(scores));

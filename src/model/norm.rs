@@ -59,7 +59,7 @@ pub struct RowContext<'a> {
     pub statistics: Option<&'a UsedStatistics>,
     /// The process group whose ranks' rows form one batch.
     pub group: ProcessGroup,
-    pub watch: Option<&'a Watch>,
+    pub watch: Option<&'a dyn Watch>,
     /// The tensors that the stack's layers have kept so far.
     pub kept_tensors: Option<&'a KeptTensors>,
 }

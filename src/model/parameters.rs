@@ -207,7 +207,7 @@ impl<'a> Builder<'a> {
     /// model's state.
     pub fn refused(&mut self) -> Result<Tensor> {
         let count = self.constant(0.0)?.f_to_kind(Kind::Int64)?;
-        self.made.refused.push((self.path.join("."), count.shallow_clone()));
+        self.made.refused.push((self.place(), count.shallow_clone()));
         Ok(count)
     }
 
@@ -216,7 +216,7 @@ impl<'a> Builder<'a> {
     pub fn heads(&mut self, weight: &Tensor, bias: Option<&Tensor>, heads: i64, kv_heads: i64) -> Result<Tensor> {
         let largest = self.constant(f64::NEG_INFINITY)?.f_repeat([heads].as_slice())?;
         let (weight, bias) = (weight.shallow_clone(), bias.map(Tensor::shallow_clone));
-        let name = self.path.join(".");
+        let name = self.place();
         self.made.attentions.push(AttentionHeads { name, weight, bias, kv_heads, largest: largest.shallow_clone() });
         Ok(largest)
     }
@@ -243,6 +243,11 @@ impl<'a> Builder<'a> {
             Source::Given { tensors, .. } => tensors.values().next().map_or(Device::Cpu, Tensor::device),
         };
         Ok(Tensor::f_full([1i64].as_slice(), value, (self.statistics_kind(), device))?)
+    }
+
+    /// Returns the name of the module whose parameters are being declared.
+    pub fn place(&self) -> String {
+        self.path.join(".")
     }
 
     fn full(&self, name: &str) -> String {

@@ -71,19 +71,6 @@ impl Ranges {
         Ranges::fitting(rows, [end(0), end(2)], None, is_causal, device)?.to(device)
     }
 
-    /// Returns the mean |q·k| of all heads, over all pairs of a query and a key that it attends to; q and k are
-    /// (rows, d).
-    pub fn mean_product(&self, qk: [&Tensor; 2], heads: i64, causal: bool) -> Result<f64> {
-        let (mut total, mut pairs) = (0.0, 0.0);
-        self.each_product(qk, heads, causal, |products, seen| {
-            let sizes = products.f_abs()?.f_masked_fill(&seen.f_logical_not()?, 0.0)?;
-            total += f64::try_from(sizes.f_sum(Kind::Double)?)?;
-            pairs += f64::try_from(seen.f_expand_as(&products)?.f_sum(Kind::Double)?)?;
-            Ok(())
-        })?;
-        Ok(total / pairs)
-    }
-
     /// Returns the largest q·k of each head, (heads), over all pairs of a query and a key that it attends to; −∞ if
     /// there are none.
     pub fn largest_product(&self, qk: [&Tensor; 2], heads: i64, causal: bool) -> Result<Tensor> {
@@ -101,7 +88,7 @@ impl Ranges {
     /// Calls `visit` with the products q·k of all heads, (…, heads, queries, keys), and with a mask that broadcasts to
     /// them and is true where the query attends to the key: once for each sentence, or once for all padded sentences.
     /// Products of 16-bit rows are f32.
-    fn each_product(
+    pub fn each_product(
         &self,
         [q, k]: [&Tensor; 2],
         heads: i64,

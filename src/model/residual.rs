@@ -1,7 +1,7 @@
 //! The parts of a residual scheme in a model, built from its declarations: norms, gains, changes and connections.
 
 use super::mixing::BuiltMixing;
-use super::norm::{self, Norm, RowContext};
+use super::norm::{self, Norm, RowContext, StepNorm};
 use super::{Builder, Context};
 use crate::error::{Error, Result};
 use crate::init::Fill;
@@ -27,7 +27,27 @@ fn norm(b: &mut Builder, place: &LayerContext, at: &NormAt) -> Result<Box<dyn No
     }
     let (heads, ends_stack, start) = (place.model.heads, at.ends_stack, at.start);
     let context = NormContext { width: at.width, heads, options: &options, last_of_decoder, ends_stack, start };
-    b.within(&at.name, |b| norm::build(spec, b, &context))
+    b.within(&at.name, |b| Ok(Box::new(NamedNorm { name: b.place(), norm: norm::build(spec, b, &context)? }) as _))
+}
+
+/// A norm that shows its output to a watch.
+struct NamedNorm {
+    name: String,
+    norm: Box<dyn Norm>,
+}
+
+impl Norm for NamedNorm {
+    fn forward(&self, x: &Tensor, rows: &RowContext) -> Result<Tensor> {
+        let y = self.norm.forward(x, rows)?;
+        if let Some(watch) = rows.watch {
+            watch.norm(&self.name, &y)?;
+        }
+        Ok(y)
+    }
+
+    fn row(&self) -> Result<Option<StepNorm<'_>>> {
+        self.norm.row()
+    }
 }
 
 /// Sets the options that give an rmsnorm no weight: no affine parameters, and no zero-centred weight.

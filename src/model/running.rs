@@ -131,7 +131,7 @@ impl Norm for BuiltColumnNorm {
                 Some(variance) if self.centred => (Some(first), variance),
                 _ => (None, first),
             };
-            watch.norm(
+            watch.running_norm(
                 Columns {
                     x: scaled,
                     pad_mask: rows.pad_mask.map(Tensor::shallow_clone),

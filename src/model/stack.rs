@@ -276,6 +276,7 @@ impl Stack {
                 streams = Streams { x: combine.next(streams.x, &mut outputs, ctx)?, normed: None, ..streams };
             }
             let all_kept = self.lend_kept(index, ctx)?;
+            ctx.show(|watch| watch.layer_input(&flow.seen(&streams.x, &streams.others)?))?;
             // Tensors that the layer leaves unchanged go around it; the layer gets views of them.
             streams = match layers[index].keeps(&streams) {
                 0 => layer(index, streams)?,

@@ -4,7 +4,7 @@
 
 use super::forward_backward::TrainStep;
 use super::micro_batch::MicroBatch;
-use crate::analysis::{StackObservation, Watch};
+use crate::analysis::{Diagnostics, StackObservation};
 use crate::error::Result;
 use crate::model::{Context, Transformer, PAD};
 use std::collections::BTreeMap;
@@ -39,7 +39,7 @@ pub fn watch(step: &TrainStep, first: &Transformer, batch: &MicroBatch) -> Resul
 /// Runs the model in training mode and returns the observations of each stack. If norms keep statistics, also computes
 /// the gradients of the mean NLL.
 fn observe_stacks(step: &TrainStep, batch: &MicroBatch) -> Result<Vec<StackObservation>> {
-    let watch = Rc::new(Watch::default());
+    let watch = Rc::new(Diagnostics::default());
     // `fork(true)` declares the pass a recomputation, which leaves running statistics as they are.
     let ctx = step.context(&batch.seed).fork(true).watched(watch.clone());
     let pass = |ctx: &Context| step.model.features(&batch.input.read, ctx);

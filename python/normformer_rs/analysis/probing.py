@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._html import table
 from ..errors import InputError
+from ..loop.model import Transformer
 from ..surgery.blocks import is_transposed, parts_of
 from ..surgery.discover import find_stacks
 from ..surgery.examples import caller, quietly
@@ -35,6 +36,7 @@ MEASURES = {
     "gain": "the mean of a norm's gain",
 }
 """The measures and their formulas."""
+_ROLES_OF_LOOP = {"out_proj": "out", "linear1": "fc1", "linear2": "fc2", "linear3": "gate"}
 _ROLES = {"query": "q", "key": "k", "value": "v", "output": "out"}
 
 
@@ -93,9 +95,9 @@ class Readings(list[Reading]):
 class Probe:
     """Reads a model while your own code runs it.
 
-    The roles of the matrices' rows are read from one run of the model on `example`, as `swap_residuals` reads them.
-    Inside a `with` block, hooks measure each forward pass; at its end, gradients and weights are read, so clip
-    gradients after it. The latest pass counts. Outside, nothing is hooked.
+    The roles of the matrices' rows are read from one run of the model on `example`, as `swap_residuals` reads them; a
+    `normformer_rs.Transformer` needs no run. Inside a `with` block each forward pass is measured; at its end, gradients
+    and weights are read, so clip gradients after it. The latest pass counts. Outside, nothing is hooked.
 
     >>> from torch import nn
     >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -107,12 +109,13 @@ class Probe:
     ['attention', 'fc1', 'fc2', 'head 0', 'head 1', 'k', 'layer', 'norm', 'out', 'q', 'v']
 
     Args:
-        model: any model of torch whose blocks `swap_residuals` would find.
+        model: any model of torch whose blocks `swap_residuals` would find, or a `normformer_rs.Transformer`, whose
+            padding is left out.
         example: an input as for `swap_residuals`; None for one that the model's configuration tells.
 
     Measures are those of `MEASURES`, computed in f64. Attention is measured in torch's operator, torch.nn's modules,
-    and products around a softmax within the blocks. Heads are all dimensions between the batch's and the last two;
-    logits of three dimensions have no heads.
+    and products around a softmax within the blocks; of tensorized attention only q, k and v are read. Heads are all
+    dimensions between the batch's and the last two; logits of three dimensions have no heads.
 
     Errors: InputError for a model whose blocks are not found.
     """
@@ -120,15 +123,14 @@ class Probe:
     def __init__(self, model: nn.Module, example: Any = None) -> None:
         self.model = model
         self.readings = Readings()
-        with quietly(model):
-            groups = find_stacks(model, example).groups
         self._layers: dict[nn.Module, tuple[str, int]] = {}
-        for group in groups:
-            for number, (name, block) in enumerate(zip(group.names, group.blocks)):
+        """Each block, with its name and its number within its stack."""
+        for names, blocks in _stacks_of_loop(model) if isinstance(model, Transformer) else _stacks(model, example):
+            for number, (name, block) in enumerate(zip(names, blocks)):
                 self._layers[block] = (name, number)
         self._names = {module: name for name, module in model.named_modules()}
         self._norms = {module for module in self._names if is_norm(module)}
-        self._shares = self._find_shares()
+        self._shares = _shares_of_loop(model) if isinstance(model, Transformer) else self._find_shares()
         """The name of each matrix's parameter → the roles of its rows."""
         self._hooks: list[RemovableHandle] = []
         self._stack = contextlib.ExitStack()
@@ -136,6 +138,10 @@ class Probe:
         """(name, role, measure) → (layer, value)."""
         self._within: list[nn.Module] = []
         """The blocks that are running, the innermost last."""
+        self._coming: Iterator[nn.Module] = iter(())
+        """In a pass of the loop's Transformer: the layers that have not run yet."""
+        self._input: Tensor | None = None
+        """In such a pass: the running layer's input."""
 
     def _find_shares(self) -> dict[str, list[_Share]]:
         """Returns the roles of the matrices in all blocks, by the names of their parameters."""
@@ -159,6 +165,10 @@ class Probe:
 
     def __enter__(self) -> "Probe":
         self._passes = {}
+        if isinstance(self.model, Transformer):
+            self.model._heard = self._hear
+            self._stack.callback(delattr, self.model, "_heard")
+            return self
         for module, name in self._names.items():
             if module in self._layers:
                 self._hooks.append(module.register_forward_pre_hook(self._enter_block, with_kwargs=True))
@@ -269,16 +279,50 @@ class Probe:
     def _leave_block(self, block: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         """A hook on blocks: measures a layer's output, alone and against its input."""
         self._within.pop()
-        name, _ = self._layers[block]
         x, y = (next((t for t in _tensors(value) if t.is_floating_point() and t.dim() > 1), None)
                 for value in ((args, kwargs), out))  # fmt: skip
-        if y is None:
-            return
+        if y is not None:
+            self._layer(self._layers[block][0], x, y)
+
+    def _layer(self, name: str, x: Tensor | None, y: Tensor) -> None:
+        """Measures the output y of a layer, alone and against its input x."""
         self._activations(name, "layer", y.detach())
         if x is not None and x.shape == y.shape:
             cosines = F.cosine_similarity(x.detach().double(), y.detach().double(), -1)
             self._put(name, "layer", "cosine", float(cosines.mean()))
         self._put(name, "layer", "rank", _effective_rank(y.detach().double()))
+
+    def _hear(self, event: str, name: str, first_row: int, tensors: list[Tensor]) -> None:
+        """Measures what a pass of the loop's Transformer computes (`Listener` in src/bindings/model.rs)."""
+        with torch.no_grad():
+            if event == "layer input":
+                block = next(self._coming, None)
+                if block is None:  # the first layer of a pass
+                    self._coming = iter(self._layers)
+                    block = next(self._coming)
+                (self._input,) = tensors
+                self._enter_block(block, (), {})
+            elif event == "layer":
+                self._layer(self._layers[self._within.pop()][0], self._input, *tensors)
+            elif event == "norm":
+                # A norm without parameters is no module.
+                self._norms.update(module for module, own in self._names.items() if own == name)
+                self._activations(name, "norm", tensors[0].detach())
+            elif event == "product":
+                self._product(name, first_row, *tensors)
+            elif event == "attention":
+                self._attended(part.double() for part in tensors)
+
+    def _product(self, matrix: str, first_row: int, x: Tensor, y: Tensor) -> None:
+        """Measures y, the product of x with a matrix's rows from `first_row` on, by role."""
+        name = matrix.rpartition(".")[0]
+        for share in self._shares.get(matrix, ()):
+            columns = share.rows - first_row
+            columns = columns[(columns >= 0) & (columns < y.shape[-1])]
+            if len(columns):
+                self._activations(name, share.role, y.detach().index_select(-1, columns.to(y.device)))
+            if share.role == "fc2":
+                self._put(name, "fc2", "active", float((x.detach() > 0).double().mean()))
 
     def _attended(self, logits: Iterator[Tensor]) -> None:
         """Measures an attention from its logits, which come in parts, each for some of the queries."""
@@ -335,6 +379,35 @@ def probe(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = N
         for name, p in model.named_parameters():
             p.grad = gradients[name]
     return watch.readings
+
+
+def _stacks(model: nn.Module, example: Any) -> Iterator[tuple[Sequence[str], Sequence[nn.Module]]]:
+    """Yields the names and blocks of each stack. Errors: as `Probe`."""
+    with quietly(model):
+        yield from ((group.names, group.blocks) for group in find_stacks(model, example).groups)
+
+
+def _stacks_of_loop(model: Transformer) -> Iterator[tuple[Sequence[str], Sequence[nn.Module]]]:
+    """Yields the names and layers of each stack, in the order in which they run."""
+    for stack in ("encoder", "decoder"):
+        if hasattr(model, stack):
+            layers = model.get_submodule(f"{stack}.layers")
+            yield [f"{stack}.layers.{number}" for number, _ in layers.named_children()], [*layers.children()]
+
+
+def _shares_of_loop(model: Transformer) -> dict[str, list[_Share]]:
+    """Returns the roles of the matrices in all layers, by the names of their parameters."""
+    found: dict[str, list[_Share]] = {}
+    for name, parameter in model.named_parameters():
+        module, _, leaf = name.rpartition(".")
+        if leaf == "in_proj_weight":  # with rows for queries, keys and values, in this order
+            rows = len(parameter)
+            queries = rows // 3 if model.config.attention == "tensorized" else model.config.d_model
+            sizes = [queries, (rows - queries) // 2, (rows - queries) // 2]
+            found[name] = [_Share(role, -2, part) for role, part in zip("qkv", torch.arange(rows).split(sizes))]
+        elif leaf == "weight" and (role := _ROLES_OF_LOOP.get(module.rpartition(".")[2])):
+            found[name] = [_Share(role, -2, torch.arange(len(parameter)))]
+    return found
 
 
 def _effective_rank(y: Tensor) -> float:

@@ -1,7 +1,7 @@
 """The Transformer as a `torch.nn.Module`; Rust computes it."""
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from os import PathLike, fspath
 from typing import Any
 
@@ -43,6 +43,8 @@ class Transformer(Steered):
 
     config: TransformerConfig
     precision: str
+    _heard: Callable[[str, str, int, list[Tensor]], None] | None = None
+    """Called with what each pass computes: the event, the parameter's or norm's name, a row, and tensors."""
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class Transformer(Steered):
         self.take_over()
         names, tensors, precision = self._tensors()
         seed = self._draw(tensors[0].device) if self.training else None
-        return _core.forward(self._options, names, tensors, source, target_input, seed, precision)
+        return _core.forward(self._options, names, tensors, source, target_input, seed, precision, self._heard)
 
     def profile(self, source: Tensor | None, target_input: Tensor) -> None:
         """Sets the gains that the residual scheme computes from one training batch, with dropout, before training

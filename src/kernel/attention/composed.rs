@@ -25,11 +25,18 @@ impl Extras<'_> {
         self.softcap.is_none() && self.sinks.is_none()
     }
 
+    /// Returns c·tanh(scores/c) for a softcap c; without one the scores as they are.
+    pub fn capped(&self, scores: Tensor) -> Result<Tensor> {
+        match self.softcap {
+            Some(c) => Ok(scores.f_div_scalar(c)?.f_tanh()?.f_mul_scalar(c)?),
+            None => Ok(scores),
+        }
+    }
+
     /// Returns the weights of scores (n, heads, queries, keys); NaN if a query sees neither key nor sink. `hidden` is
     /// true where a query does not see a key.
     pub fn softmax(&self, scores: &Tensor, hidden: &Tensor) -> Result<Tensor> {
-        let capped = self.softcap.map(|c| scores.f_div_scalar(c)?.f_tanh()?.f_mul_scalar(c)).transpose()?;
-        let scores = capped.as_ref().unwrap_or(scores).f_masked_fill(hidden, f64::NEG_INFINITY)?;
+        let scores = self.capped(scores.shallow_clone())?.f_masked_fill(hidden, f64::NEG_INFINITY)?;
         let kind = scores.kind();
         let Some(sinks) = self.sinks else { return Ok(scores.f_softmax(-1, kind)?) };
         let [n, heads, queries, keys] = scores.size()[..] else { unreachable!("scores have four dimensions") };
