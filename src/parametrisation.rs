@@ -140,7 +140,7 @@ pub struct Ratios {
 /// The factors by which the values of options are multiplied for one parameter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Multipliers {
-    /// The factor of the initial standard deviation that the parameter would have in the base model.
+    /// The initial standard deviation is this factor times that of the base model's parameter.
     pub init: f64,
     pub lr: f64,
     pub weight_decay: f64,

@@ -153,6 +153,9 @@ def draw_table(weight: Tensor, name: str, model: str) -> None:
 def load_model(model_dir: str, checkpoint: str) -> tuple[str, list[tuple[str, Tensor]]]:
     """A checkpoint's options as JSON, and its parameters and buffers by canonical name."""
 
+def check_options(model: str, training: str) -> None:
+    """Errors: InputError if options of a model and its training contradict each other."""
+
 def forward(
     model: str,
     names: Sequence[str],

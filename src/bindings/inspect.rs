@@ -1,7 +1,7 @@
 //! Python's access to options, tables and counts, and functions for tests.
 
 use super::{json_text, released};
-use crate::config::{resume, DataConfig, GenerationOptions, SearchOptions, TrainingConfig, TransformerConfig};
+use crate::config::{self, resume, DataConfig, GenerationOptions, SearchOptions, TrainingConfig, TransformerConfig};
 use crate::error::unknown;
 use crate::{init, model, norm, operator, parametrisation, residual, train};
 use pyo3::prelude::*;
@@ -46,6 +46,17 @@ fn tables() -> PyResult<String> {
             "constants": constants.map(|(name, value)| json!({"name": name, "value": value})),
         },
     }))
+}
+
+/// Errors if options of a model and its training contradict each other. Without a vocabulary, any size will do.
+#[pyfunction]
+fn check_options(model: &str, training: &str) -> PyResult<()> {
+    let mut model: TransformerConfig = config::from_json("model", model)?;
+    let training: TrainingConfig = config::from_json("training", training)?;
+    model.vocab_size = model.vocab_size.max(1);
+    model.validate()?;
+    training.validate()?;
+    Ok(training.check_with(&model)?)
 }
 
 /// Returns {operator: (kernel calls, composed calls)}, counted since the process started.
@@ -144,6 +155,7 @@ fn step_by_rule(
 }
 
 pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_function(wrap_pyfunction!(check_options, m)?)?;
     m.add_function(wrap_pyfunction!(tables, m)?)?;
     m.add_function(wrap_pyfunction!(operator_counts, m)?)?;
     m.add_function(wrap_pyfunction!(threads_in_kernels, m)?)?;

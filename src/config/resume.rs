@@ -144,7 +144,11 @@ pub fn changes(
         .flat_map(|(options, _, effects)| options.iter().map(move |name| (*name, *effects)))
         .filter(|(name, _)| before.get(*name) != now.get(*name))
         .map(|(name, effects)| OptionChange {
-            effects,
+            // With a beam of 0 scores are losses, with any other BLEU.
+            effects: match name == "evaluation_beam" && (before[name] == 0 || now[name] == 0) {
+                true => &[Bleu, Scores],
+                false => effects,
+            },
             said: format!("{name} was {}, now {}", before[name], now[name]),
         })
         .collect();
@@ -204,6 +208,13 @@ mod tests {
         let found = changes((&model, &training, &data), (&model, &smoothed, &data)).unwrap();
         assert_eq!(found.len(), 1);
         assert!(forgets_best(&found[0], Criterion::Loss) && !forgets_best(&found[0], Criterion::Bleu));
+        let beams = [0, 1, 4].map(|beam| TrainingConfig { evaluation_beam: beam, ..Default::default() });
+        for (old, new, has_bleu, forgets) in
+            [(1, 0, false, true), (0, 1, true, true), (2, 1, true, true), (2, 1, false, false)]
+        {
+            let found = changes((&model, &beams[old], &data), (&model, &beams[new], &data)).unwrap();
+            assert_eq!(forgets_scores(&found[0], has_bleu), forgets, "{old} to {new}");
+        }
         let merges = DataConfig { bpe_operations: Some(3), ..Default::default() };
         let error = changes((&model, &training, &data), (&model, &training, &merges)).unwrap_err().to_string();
         assert!(error.contains("bpe_operations was null, now 3"), "{error}");

@@ -172,8 +172,8 @@ impl Prefetch {
 impl Iterator for Prefetch {
     type Item = (Batch, Cursor);
 
-    /// Waits for the next batch; never returns `None`. If the thread has panicked, resumes the panic here, because a
-    /// `None` would look like the end of the data.
+    /// Waits for the next batch. Never returns `None`, because the thread builds batches until the receiver is dropped,
+    /// unless it panics. Its panic is resumed here, since a `None` would look like the end of the data.
     fn next(&mut self) -> Option<Self::Item> {
         let batch = self.batches.as_ref()?.recv().ok();
         if batch.is_none() {

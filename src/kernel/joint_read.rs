@@ -7,11 +7,12 @@
 //!
 //! > dp_i = ⟨dx, h_i⟩,  dh_i = dh′_i + (r·Wᵀdm)_i + p_i dx + c h_i,  c = −⟨dm, m⟩ r²·(1/nd or 1; 0 where the norm is below ε)
 //!
-//! So the streams' gradient is written once; autograd would add up three tensors. Sums are in f32 (f64 for f64).
+//! dW = Σ r·dm vec(H)ᵀ over positions. So the streams' gradient is written once, where autograd would add up three tensors, and
+//! all gradients are computed while the streams are in the first cache. Sums are in f32 (f64 for f64).
 
 use super::rows::magnitude;
-use super::weighted_rows::{combine, combine_both, dot, dots};
-use crate::cpu::memory::collected;
+use super::weighted_rows::{add_products, combine, combine_both, dot, dots};
+use crate::cpu::memory::{collected, filled};
 use crate::cpu::{Accumulator, Element};
 use crate::multiversion;
 
@@ -109,33 +110,80 @@ fn of_size<A: Accumulator>(by: Divisor, squares: A, width: usize) -> (A, A) {
     }
 }
 
-multiversion! {
-    /// Computes dp (positions, n).
-    pub fn share_gradients[isa S][E: Element](dx: &[E], h: &[E], n: usize, d: usize, dp: &mut [E::Acc]) {
-        for ((dx, h), dp) in dx.chunks_exact(d).zip(h.chunks_exact(n * d)).zip(dp.chunks_exact_mut(n)) {
-            for (h, dp) in h.chunks_exact(d).zip(dp) {
-                *dp = dot::<E, E, S>(dx, h);
-            }
-        }
-    }
+/// What the gradients of a read are computed from, for each of its positions.
+#[derive(Clone, Copy)]
+pub struct JointGiven<'a, E: Element> {
+    /// (positions, d).
+    pub dx: &'a [E],
+    /// (positions, n, d).
+    pub h: &'a [E],
+    /// dh′, if there is a write.
+    pub written: Option<&'a [E]>,
+    /// The gradient of m where it is used beside p, (positions, rows of W).
+    pub dm: Option<&'a [E::Acc]>,
+    /// m.
+    pub mixes: &'a [E::Acc],
+    /// σ(s m₀ + b), (positions, n).
+    pub sigmoids: &'a [E::Acc],
+    /// r.
+    pub scales: &'a [E::Acc],
+    /// c/⟨dm, m⟩.
+    pub slopes: &'a [E::Acc],
 }
 
+/// The gradients that are sums over positions.
+pub struct JointSums<'a, A> {
+    /// (rows of W, n·d).
+    pub weight: &'a mut [A],
+    /// One number.
+    pub scale: &'a mut [A],
+    /// (n).
+    pub bias: &'a mut [A],
+}
+
+/// The number of positions that stay in the first cache between the passes over them.
+const BLOCK: usize = 16;
+
 multiversion! {
-    /// Computes dh. `steps` is r·dm; `written` is dh′, if there is a write.
-    pub fn stream_gradients[isa S][E: Element](
-        dx: &[E], h: &[E], written: Option<&[E]>, weight: &[E::Acc], steps: &[E::Acc], p: &[E::Acc],
-        c: &[E::Acc], d: usize, dh: &mut [E],
+    /// Computes dh, and adds to the sums. `weight` is (rows of W, n·d).
+    pub fn backward[isa S][E: Element](
+        given: JointGiven<E>, weight: &[E::Acc], scale: E::Acc, eps: E::Acc, dh: &mut [E], sums: JointSums<E::Acc>,
     ) {
-        let positions = c.len();
-        let (n, k) = (p.len() / positions, steps.len() / positions);
-        for (i, dh) in dh.chunks_exact_mut(d).enumerate() {
-            let (row, at) = (i * d..(i + 1) * d, i / n);
-            let pairs = [(&dx[at * d..(at + 1) * d], p[i]), (&h[row.clone()], c[at])];
-            let written = written.map(|written| (&written[row.clone()], E::Acc::ONE));
-            // The columns of W that belong to this stream.
-            let columns = i % n * d..(i % n + 1) * d;
-            let products = weight.chunks_exact(n * d).map(|w| &w[columns.clone()]).zip(steps[at * k..].iter().copied());
-            combine_both::<E, S>(pairs.into_iter().chain(written), products, dh);
+        let JointGiven { dx, h, written, dm, mixes, sigmoids, scales, slopes } = given;
+        let (n, k) = (sums.bias.len(), mixes.len() / scales.len());
+        let (width, d) = (weight.len() / k, weight.len() / k / n);
+        // r·dm, of a block of positions.
+        let mut steps = filled(E::Acc::ZERO, BLOCK * k);
+        for first in (0..scales.len()).step_by(BLOCK) {
+            let block = first..scales.len().min(first + BLOCK);
+            let steps = &mut steps[..block.len() * k];
+            for (at, step) in block.clone().zip(steps.chunks_exact_mut(k)) {
+                let (dx, h) = (&dx[at * d..][..d], &h[at * width..][..width]);
+                let (m, sigmoids) = (&mixes[at * k..][..k], &sigmoids[at * n..][..n]);
+                match dm {
+                    Some(dm) => step.copy_from_slice(&dm[at * k..][..k]),
+                    None => step.fill(E::Acc::ZERO),
+                }
+                for (i, h) in h.chunks_exact(d).enumerate() {
+                    // The gradients of p_i and of s m_i + b_i.
+                    let dp = dot::<E, E, S>(dx, h);
+                    let dlogit = dp * sigmoids[i] * (E::Acc::ONE - sigmoids[i]);
+                    sums.scale[0] += dlogit * m[i];
+                    sums.bias[i] += dlogit;
+                    step[i] += dlogit * scale;
+                }
+                let c = step.iter().zip(m).fold(E::Acc::ZERO, |sum, (step, m)| sum + *step * *m) * slopes[at];
+                step.iter_mut().for_each(|step| *step = *step * scales[at]);
+                for (i, dh) in dh[at * width..][..width].chunks_exact_mut(d).enumerate() {
+                    let columns = i * d..(i + 1) * d;
+                    let pairs = [(dx, sigmoids[i] + eps), (&h[columns.clone()], c)];
+                    let written = written.map(|all| (&all[at * width + i * d..][..d], E::Acc::ONE));
+                    // The columns of W that belong to this stream.
+                    let products = weight.chunks_exact(width).map(|w| &w[columns.clone()]).zip(step.iter().copied());
+                    combine_both::<E, S>(pairs.into_iter().chain(written), products, dh);
+                }
+            }
+            add_products::<E, S>(&h[block.start * width..block.end * width], steps, k, sums.weight);
         }
     }
 }

@@ -63,6 +63,45 @@ pub fn add_scaled<E: Element, S: Isa>(y: &mut [E::Acc], row: &[E], w: E::Acc) {
     }
 }
 
+/// Computes y_j += Σ_i w_ij·row_i for all rows y_j, four at a time. `rows` are of equal width, `weights` are (rows, k), and y
+/// is (k, width).
+#[inline(always)]
+pub fn add_products<E: Element, S: Isa>(rows: &[E], weights: &[E::Acc], k: usize, y: &mut [E::Acc]) {
+    let width = y.len() / k;
+    let weights_of = |j: usize| weights.chunks_exact(k).map(move |weights| &weights[j..]);
+    let (fours, rest) = y.split_at_mut(k / 4 * 4 * width);
+    for (four, y) in fours.chunks_exact_mut(4 * width).enumerate() {
+        let pairs = rows.chunks_exact(width).zip(weights_of(4 * four));
+        for b in 0..width / PAIR_LANES {
+            let mut sums = [[Of::<E::Acc, S>::zero(); 2]; 4];
+            for (row, w) in pairs.clone() {
+                let [low, high] = Of::<E::Acc, S>::pair(block(row, b));
+                for (sum, w) in sums.iter_mut().zip(w) {
+                    let w = Of::<E::Acc, S>::splat(*w);
+                    *sum = [low.mul_add(w, sum[0]), high.mul_add(w, sum[1])];
+                }
+            }
+            for (y, sum) in y.chunks_exact_mut(width).zip(sums) {
+                let y = y[b * PAIR_LANES..].first_chunk_mut().expect("a row has all its blocks");
+                let before = [0, 1].map(|p| Of::<E::Acc, S>::load(pack(y, p)));
+                Of::<E::Acc, S>::store([sum[0].add(before[0]), sum[1].add(before[1])], y, Store::PLAIN);
+            }
+        }
+        for (row, w) in pairs {
+            for (y, w) in y.chunks_exact_mut(width).zip(w) {
+                for c in width / PAIR_LANES * PAIR_LANES..width {
+                    y[c] += row[c].load() * *w;
+                }
+            }
+        }
+    }
+    for (j, y) in rest.chunks_exact_mut(width).enumerate() {
+        for (row, w) in rows.chunks_exact(width).zip(weights_of(k / 4 * 4 + j)) {
+            add_scaled::<E, S>(y, row, w[0]);
+        }
+    }
+}
+
 /// Computes ⟨a, b⟩.
 #[inline(always)]
 pub fn dot<E: Element, F: Element<Acc = E::Acc>, S: Isa>(a: &[E], b: &[F]) -> E::Acc {

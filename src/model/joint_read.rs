@@ -6,7 +6,7 @@
 
 use super::sizes::{unit, unit_rms};
 use crate::error::Result;
-use crate::kernel::joint_read::call::{self as kernel, ReadShape};
+use crate::kernel::joint_read::call::{self as kernel, ReadShape, Saved};
 use crate::kernel::joint_read::Divisor;
 use crate::kernel::view::accumulation;
 use crate::norm::composed::accumulate;
@@ -86,38 +86,24 @@ impl Differentiable for JointReadNode {
     }
 
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
-        let [streams, weight, scale, _] = &inputs[..] else { unreachable!("H, W, s and b") };
-        let [mixes, sigmoids, scales, slopes] = self.kept.get().expect("the forward pass has kept them");
+        let [streams, weight, scale, bias] = &inputs[..] else { unreachable!("H, W, s and b") };
+        let forward = self.kept.get().expect("the forward pass has kept them").each_ref();
         let [written, dx, dm] = &gradients[..] else { unreachable!("a gradient for each result") };
         let shape = shape(streams, weight);
-        let ReadShape { positions, n, d, rows } = shape;
         let (streams, weight) = (streams.f_contiguous()?, weight.f_contiguous()?);
-        let made = |like: &Tensor| Tensor::f_empty(like.size().as_slice(), (like.kind(), like.device()));
-        let dx = match dx {
-            Some(dx) => dx.f_contiguous()?,
-            None => Tensor::f_zeros([positions, d].as_slice(), (streams.kind(), streams.device()))?,
+        let contiguous = |t: &Option<Tensor>| t.as_ref().map(|t| t.f_contiguous()).transpose();
+        let (written, dm) = (contiguous(written)?, contiguous(dm)?);
+        let dx = match contiguous(dx)? {
+            Some(dx) => dx,
+            None => Tensor::f_zeros([shape.positions, shape.d].as_slice(), (streams.kind(), streams.device()))?,
         };
-        let dp = made(sigmoids)?;
-        kernel::gradient_of_shares(shape, &dx, &streams, &dp)?;
-        // The gradient of s m₀ + b is dp σ(1 − σ).
-        let dlogits = dp.f_mul(sigmoids)?.f_mul(&sigmoids.f_neg()?.f_add_scalar(1.0)?)?;
-        let first = mixes.f_narrow(1, 0, n)?;
-        let dscale = dlogits.f_mul(&first)?.f_sum(Kind::Double)?.f_to_kind(scale.kind())?.f_view([1])?;
-        let dbias = dlogits.f_sum_dim_intlist([0i64].as_slice(), false, None::<Kind>)?;
-        let outside = match dm {
-            Some(dm) => dm.f_reshape([positions, rows].as_slice())?,
-            None => mixes.f_zeros_like()?,
-        };
-        let of_first = outside.f_narrow(1, 0, n)?.f_add(&dlogits.f_mul(scale)?)?;
-        let dm = Tensor::f_cat(&[of_first, outside.f_narrow(1, n, rows - n)?], 1)?;
-        let c = dm.f_mul(mixes)?.f_sum_dim_intlist([1i64].as_slice(), true, None::<Kind>)?.f_mul(slopes)?;
-        let steps = dm.f_mul(scales)?; // r·dm
-        let flat = streams.f_view([positions, n * d])?;
-        let dweight = steps.f_transpose(0, 1)?.f_mm(&accumulate(&flat)?)?;
-        let written = written.as_ref().map(|written| written.f_contiguous()).transpose()?;
-        let dh = made(&streams)?;
-        let given = [&weight, &steps, &sigmoids.f_add_scalar(self.eps)?, &c];
-        kernel::gradient_of_streams(shape, &dx, &streams, written.as_ref(), given, &dh)?;
+        let dh = Tensor::f_empty(streams.size().as_slice(), (streams.kind(), streams.device()))?;
+        let [dweight, dscale, dbias] = [&weight, scale, bias].map(Tensor::f_zeros_like);
+        let (dweight, dscale, dbias) = (dweight?, dscale?, dbias?);
+        let (written, dm) = (written.as_ref(), dm.as_ref());
+        let saved = Saved { dx: &dx, h: &streams, written, dm, weight: &weight, forward };
+        let numbers = [scale.f_double_value(&[0])?, self.eps];
+        kernel::backward(shape, &saved, numbers, &dh, [&dweight, &dscale, &dbias])?;
         Ok([dh, dweight, dscale, dbias].map(Some).into())
     }
 }

@@ -186,7 +186,8 @@ impl Scores {
     }
 }
 
-/// Reads with the gates of [`Gates::Joint`]. `note` records the gates' scores for diagnostics, here and below.
+/// Reads the streams with [`Gates::Joint`], functions of all streams together. `note` shows the gates' scores to a watch,
+/// here and below.
 fn joint(
     streams: &Tensor,
     [weight, scale, bias]: [&Tensor; 3],
@@ -225,7 +226,7 @@ fn mixed(r: &Tensor, gates: &Tensor) -> Result<WriteWeights> {
     Ok(WriteWeights::Mixed(Tensor::f_cat(&[&r.f_transpose(-2, -1)?, gates], -1)?))
 }
 
-/// Reads with the gates of [`Gates::Permuted`].
+/// Reads the streams with [`Gates::Permuted`], and computes the write's mean of permutations.
 fn permuted(
     streams: &Tensor,
     [gain, weight, scale, bias]: [&Tensor; 4],
@@ -263,7 +264,7 @@ fn permutation_matrices(n: i64) -> Result<Tensor> {
     Ok(Tensor::f_from_slice(&ones.collect::<Vec<f64>>())?.f_view([-1, n * n])?)
 }
 
-/// Reads with the gates of [`Gates::Each`]; `dynamic` is empty, or γ, β, W and s.
+/// Reads the streams with [`Gates::Each`], which each stream has for itself; `dynamic` is empty, or γ, β, W and s.
 fn each(streams: &Tensor, bias: &Tensor, dynamic: &[&Tensor], note: impl Fn(&Tensor) -> Result<()>) -> Result<Read> {
     let size = streams.size();
     let [.., n, d] = size[..] else { unreachable!("streams are (…, n, d)") };
@@ -285,7 +286,7 @@ fn each(streams: &Tensor, bias: &Tensor, dynamic: &[&Tensor], note: impl Fn(&Ten
     Ok((x, Some(PendingWrite { streams: streams.shallow_clone(), weights })))
 }
 
-/// Reads with the gates of [`Gates::Channel`].
+/// Reads the streams with a gate for each of their channels, [`Gates::Channel`].
 fn by_channel(
     streams: &Tensor,
     [gain, down, up]: [&Tensor; 3],

@@ -214,6 +214,8 @@ struct OutputGradient {
 }
 
 impl OutputGradient {
+    /// Makes the gradient of the parameter `t`, or of a tensor computed from one. Products compute in `kind`; `entries` is
+    /// V_t, the part of the vocabulary that targets may have.
     fn new(t: &Tensor, kind: Kind, flat: Option<&FlatBuffers>, entries: Option<&TargetEntries>) -> Result<Self> {
         // In the flat buffers the gradient is complete where it lies. Otherwise autograd must propagate it.
         let (place, source) = match flat.map(|flat| flat.place(t)).transpose()?.flatten() {

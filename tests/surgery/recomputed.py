@@ -243,7 +243,7 @@ class Recomputed(TorchFunctionMode):
         whole = self.blocks[module][0]
         residual = getattr(whole, "layers", [whole])[0]
         x, stack = stream_in((args, kwargs)), residual._stack[0]
-        given = dict(zip(self.blocks[module][1].names, args)) | kwargs
+        given = dict(zip(self.blocks[module][1]._nfrs_names, args)) | kwargs
         state = self.states.setdefault(stack, State())
         is_shared = residual.structure.calls > 1
         layer = state.layer + 1 if is_shared else residual.place.layer

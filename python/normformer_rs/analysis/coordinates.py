@@ -145,6 +145,10 @@ def coordinate_check(
     if bool(widths) == bool(depths) or len(widths or depths) < 2:
         raise InputError(f"give two or more widths or two or more depths, not both; got {widths!r} and {depths!r}")
     over, values = ("width", widths) if widths else ("depth", depths)
+    if len({*values}) < len(values):
+        raise InputError(f"{over}s must be different numbers; got {values!r}")
+    if not seeds:
+        raise InputError("seeds must be one or more numbers; got none")
     group_options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
     if muon_scale is not None:
         group_options |= {"optimizer": "muon", "muon_scale": muon_scale}

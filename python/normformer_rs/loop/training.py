@@ -56,7 +56,7 @@ class Trainer:
     """Trains a model on text files.
 
     Args:
-        model: the options of the model. If its `vocab_size` is 0, the size of the data's vocabulary is used.
+        model: the options of the model. The size of the data's vocabulary takes the place of its `vocab_size`.
         training: the options of training; `TrainingConfig()` has defaults for everything.
         data: the files.
 
@@ -68,6 +68,13 @@ class Trainer:
     """The names of the options that a user has given on the command line; None if they are not known."""
 
     def __init__(self, model: TransformerConfig, training: TrainingConfig, data: DataConfig) -> None:
+        for name, given, kind in (
+            ("model", model, TransformerConfig),
+            ("training", training, TrainingConfig),
+            ("data", data, DataConfig),
+        ):
+            if not isinstance(given, kind):
+                raise InputError(f"{name} must be a {kind.__name__}; got a {type(given).__name__}")
         self.model, self.training, self.data = model, training, data
 
     def warn(self, parameters: int) -> None:

@@ -1,10 +1,10 @@
 """Updates the buffers of averaged copies of a model (EMA, SWA and similar methods).
 
-The buffers are the update number t of growing schemes and the running statistics of norms. Averaging methods copy a
-model and average its parameters, with or without its buffers. But the copy needs the buffers of the model that trains:
-averaging truncates integers such as t, and averaging parameters alone leaves the buffers unchanged. So a copy remembers
-its source module. If the source has trained on, and something other than the copy's own optimizer has written the
-copy's weights, the copy takes over the source's buffers.
+The buffers are the update number t of schemes whose gains grow, and the running statistics of norms. Averaging methods
+copy a model and average its parameters, with or without its buffers. But the copy needs the buffers of the model that
+trains: averaging truncates integers such as t, and averaging parameters alone leaves the buffers unchanged. So a copy
+remembers its source module. If the source has been trained further, and something other than the copy's own optimizer
+has written the copy's weights, the copy takes over the source's buffers.
 """
 
 import weakref

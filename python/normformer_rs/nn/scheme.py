@@ -124,8 +124,8 @@ def declare(config: TransformerConfig, stack: Any, kinds: tuple[str, ...] | None
 
 
 def drawn_over_width(config: TransformerConfig) -> float:
-    """Returns the parametrisation's factor on the std of norms' and schemes' random matrices whose products are sums
-    over the width."""
+    """Returns the factor by which the parametrisation scales the std of those random matrices of norms and schemes
+    whose products are sums over the width."""
     m_d = config.d_model / (config.base_width or config.d_model)
     return _core.multipliers(config.parametrisation, "hidden-vector", m_d, 1.0, None, "width")["init"]
 

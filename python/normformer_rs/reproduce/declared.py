@@ -1,6 +1,7 @@
 """The classes of which a reproduction's declaration consists. They hold data only, no code that trains or measures."""
 
 import hashlib
+import inspect
 import json
 from typing import Any, NamedTuple
 
@@ -14,14 +15,27 @@ SCALES = {
 
 def digest(value: Any) -> str:
     """Returns eight hexadecimal digits of the value's SHA-256, computed from its JSON. A user's own norm or scheme is
-    written as its class and its fields."""
+    written as the source of its classes and its fields."""
     written = json.dumps(value, sort_keys=True, ensure_ascii=False, default=_object)
     return hashlib.sha256(written.encode()).hexdigest()[:8]
 
 
 def _object(value: Any) -> Any:
     kind = value if isinstance(value, type) else type(value)
-    return [kind.__module__, kind.__qualname__, {} if isinstance(value, type) else getattr(value, "__dict__", {})]
+    fields = {} if isinstance(value, type) else getattr(value, "__dict__", {})
+    # Versions stand for the classes of libraries.
+    own = [base for base in kind.__mro__[:-1] if base.__module__.partition(".")[0] not in ("normformer_rs", "torch")]
+    return [kind.__module__, kind.__qualname__, fields, *map(source, own)]
+
+
+def source(value: Any) -> str:
+    """Returns the source of a function or class; its full name if there is none, as of one that was typed at a
+    prompt."""
+    try:
+        return inspect.getsource(value)
+    except (OSError, TypeError):
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        return f"{getattr(value, '__module__', '')}.{name}"
 
 
 class Row(NamedTuple):

@@ -32,8 +32,8 @@ def draw(entry: Reproduction, scale: str, results: Results) -> Path | None:
 
 
 def _dots(results: Results, title: str, value: str) -> Any:
-    """Returns a figure with a line of dots for each row, in the table's order. A dot's colour is that of its value of
-    the key `Shown.across`."""
+    """Returns a figure with a line of dots for each row, in the table's order. Dots have the colour
+    of their value in the column that `Shown.across` names."""
     shown = results.scale.shown
     points: dict[str, list[tuple[str, float, float]]] = {}
     for row, found in results.measured:

@@ -30,6 +30,7 @@ _RESERVED = {
     "layers": "the study's layers",
     "epochs": "the study's updates, tokens or flop",
     "patience": "the study's updates, tokens or flop, since all runs are equally long",
+    "device": "an argument of the run: compare --device, or Study.run(device=…)",
 }
 """Options that an arm may not have, each with what to set instead. They would make the comparison unfair."""
 
@@ -41,6 +42,8 @@ def check_kinds(study: "Study") -> None:
     for name, arm in study.arms.items():
         if not isinstance(name, str) or not name or not (isinstance(arm, Mapping) or callable(arm)):
             raise InputError(f"arms must be tables of options by name; got {name!r}: {arm!r}")
+        if not name.isprintable():  # a file of rows has a line for each, and a page a cell
+            raise InputError(f"an arm's name must be printable characters on one line; got {name!r}")
     if not isinstance(study.options, Mapping):
         raise InputError(f"options must be a table; got {study.options!r}")
     if not isinstance(study.data, (str, PathLike)):
@@ -97,7 +100,8 @@ def check_values(study: "Study") -> None:
     for name, arm in [("options", study.options), *study.arms.items()]:
         for option, instead in _RESERVED.items():
             if isinstance(arm, Mapping) and option in arm:
-                raise InputError(f"{name}: {option} is {instead}: give it to the study, beside arms")
+                where = "" if option == "device" else ": give it to the study, beside arms"
+                raise InputError(f"{name}: {option} is {instead}{where}")
         if isinstance(arm, Mapping) and name != "options" and "preset" in arm:
             raise InputError(f"arm {name}: a preset belongs to the options that all arms share")
 

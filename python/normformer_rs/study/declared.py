@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import itertools
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -27,7 +28,7 @@ from ..config import (
 from ..declarations.file_class import refuse_code
 from ..errors import InputError
 from ..reproduce.corpora import CORPORA, Corpus, found
-from ..reproduce.declared import Options, Reproduction, Row, Scale, Shown, digest
+from ..reproduce.declared import Options, Reproduction, Row, Scale, Shown, digest, source
 from ..text import read_small
 from .checks import OWN_LOOP, OWN_START, PARTS, TUNING, check_kinds, check_values
 
@@ -285,18 +286,27 @@ class Study:
         return _count(options, "updates")
 
 
-def _source(arm: Any) -> str:
+def _source(function: Any, seen: tuple[Any, ...] = ()) -> str:
     """Returns a digest of a function's source, defaults and captured values. The digest is part of a row's options, so
-    that rows measured with an earlier version of the function are not reused."""
-    if isinstance(arm, functools.partial):
-        return digest([_source(arm.func), repr(arm.args), repr(sorted(arm.keywords.items()))])
-    try:
-        source = inspect.getsource(arm)
-    except (OSError, TypeError):  # no source: the function was typed at a prompt, or is another callable
-        source = f"{getattr(arm, '__module__', '')}.{getattr(arm, '__qualname__', type(arm).__qualname__)}"
-    captured = [repr(cell.cell_contents) for cell in getattr(arm, "__closure__", None) or ()]
-    defaults = repr(getattr(arm, "__defaults__", None)), repr(getattr(arm, "__kwdefaults__", None))
-    return digest([source, *defaults, captured])
+    that rows measured with an earlier version of the function are not reused. `seen`: functions that capture this
+    one."""
+    if isinstance(function, functools.partial):
+        given = [*function.args, *(pair for pair in sorted(function.keywords.items()))]
+        return digest([_source(function.func, seen), *(_captured(value, seen) for value in given)])
+    seen = (*seen, function)
+    captured = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    defaults = getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None)
+    return digest([source(function), repr(defaults), *(_captured(value, seen) for value in captured)])
+
+
+def _captured(value: Any, seen: tuple[Any, ...]) -> str:
+    """Returns a text that is the same in each process for equal values: a function's digest, or a representation
+    without addresses."""
+    if any(value is one for one in seen):
+        return "itself"
+    if inspect.isfunction(value) or isinstance(value, functools.partial):
+        return _source(value, seen)
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _count(options: Options, name: str) -> int:

@@ -85,7 +85,9 @@ def sentence(found: Outcome, arm: Arm) -> str:
     if study.baseline_of(arm.cell) is None:
         return f"{name} is the baseline: {column.heading} {mean(arm, column.form)}.{edge}"
     if arm.compared is None or (difference := arm.compared.difference) is None:
-        why = arm.compared.words if arm.compared is not None else "too few seeds"
+        measured = next((one.values for one in found.arms if one.cell == study.baseline_of(arm.cell)), {})
+        few = "too few seeds" if measured else f"{base} has not been measured yet"
+        why = arm.compared.words if arm.compared is not None else few
         return f"{name} is not compared with {base}: {why}.{edge}"
     distance = f"{abs(difference.spread.mean):{column.form}}"
     if arm.compared.p < 0.05:
@@ -118,7 +120,7 @@ def rules(study: Study) -> list[str]:
             ""
             if study.is_of_the_loop
             else " It is the last validation loss that the loop reported, or without one the "
-            "mean training loss of the last 50 updates."
+            "mean training loss of the last 50 updates, or of the last third of fewer than 150."
         ),
         f"Each arm is trained with the same {rates} rates: {', '.join(f'{rate:g}' for rate in study.lr)}.",
         f"Reported seeds are 1 to {seeds}. For seed s each arm has the rate that is best on seed s + {TUNING}; ties go "
@@ -128,7 +130,8 @@ def rules(study: Study) -> list[str]:
         else "torch, numpy and random are seeded before each trial and after its swap, its generator once.",
         "A run that diverges counts as failed; an arm with a failed seed is named and not tested.",
         f"Each arm is compared with {study.baseline} by the two-sided t test on differences of equal seeds, corrected "
-        "for the number of arms (Holm 1979). A star marks an arm that is better at p < 0.05.",
+        "for the number of comparisons, one for each arm, depth and initialisation (Holm 1979). A star marks an arm "
+        "that is better at p < 0.05.",
         margin,
         "Verdicts (diverged, trains, slow, stuck) follow docs/spec.md §4.14.",
     ]
@@ -138,7 +141,10 @@ def _limits(found: Outcome) -> list[str]:
     study = found.study
     options = found.results.scale.rows[0].options
     depth = ", ".join(map(str, study.layers)) or str(options.get("decoder_layers", "the model's"))
-    length = f"{options['updates']:,} updates" if options["updates"] else "runs of this length"
+    lengths = sorted({row.options["updates"] for row in found.results.scale.rows})
+    length = (
+        " or ".join(f"{updates:,}" for updates in lengths) + " updates" if options["updates"] else "runs of this length"
+    )
     limits = [
         f"It speaks of this text, {length} and {depth} layers. Longer runs and other sizes may rank the arms "
         "otherwise.",
@@ -240,5 +246,6 @@ def latex(found: Outcome) -> str:
 
 def _tex(cell: str) -> str:
     special = {**{letter: f"\\{letter}" for letter in "&%$#_{}"}, "\\": r"\textbackslash{}", "~": r"\textasciitilde{}"}
-    special |= {"^": r"\textasciicircum{}", "±": r"$\pm$"}
+    special |= {"^": r"\textasciicircum{}", "±": r"$\pm$", "<": r"\textless{}", ">": r"\textgreater{}"}
+    special |= {"|": r"\textbar{}", '"': r"\textquotedbl{}"}
     return "".join(special.get(letter, letter) for letter in cell)

@@ -30,6 +30,7 @@ def _by_rate(found: Outcome) -> Any:
     panels = _panels(found)
     figure = new_figure(6.4 * len(panels), 3.8)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    marks = []  # of each panel
     for axis, (title, arms) in zip(axes, panels.items()):
         ends, crosses = [], []  # (last value, name, colour) of each line; (rate, colour) of each rate with failed runs
         for arm, shade in zip(arms, itertools.cycle(COLOURS)):
@@ -42,15 +43,18 @@ def _by_rate(found: Outcome) -> Any:
                 axis.fill_between([*points], low, high, color=shade, alpha=0.15, linewidth=0)
                 ends.append((means[-1], _name(arm), shade))
             crosses += [(rate, shade) for rate, values in arm.curve.items() if None in values]
-        top = axis.get_ylim()[1]
-        for rate, shade in crosses:
-            axis.plot(rate, top, "x", color=shade, markersize=7, clip_on=False)
+        marks.append((axis, ends, crosses))
         axis.set_xscale("log")
         axis.set_xticks([*found.study.lr], [f"{rate:g}" for rate in found.study.lr])
         axis.minorticks_off()
         axis.set_xlabel("learning rate", fontsize=9)
         axis.set_title(title, loc="left", fontsize=9)
         _plain(axis)
+    # The panels share their limits, which are settled once all of them have been drawn.
+    for axis, ends, crosses in marks:
+        top = axis.get_ylim()[1]
+        for rate, shade in crosses:
+            axis.plot(rate, top, "x", color=shade, markersize=7, clip_on=False)
         name_ends(axis, ends)
     axes[0].set_ylabel(COLUMNS[found.study.metric].heading, fontsize=9)
     heading(figure, "By learning rate", [])

@@ -84,7 +84,7 @@ class Trial:
             step: the number of the update, from 1.
             loss: the training loss, in nats per token, a number or a tensor of one.
             valid: the validation loss, if one was measured. If a trial reports none, the study compares the mean
-                training loss of the last 50 updates.
+                training loss of the last 50 updates, or of the last third of fewer than 150.
 
         Errors: InputError for a step that does not follow the one before.
         """

@@ -306,7 +306,7 @@ class BlockResidual(Growing):
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the output of the block's own forward, with the scheme."""
-        return run_on_stream(self, self._block[0].names, forward, args, kwargs)
+        return run_on_stream(self, type(self._block[0])._nfrs_names, forward, args, kwargs)
 
     def read(self, i: int, streams: Streams, norm: nn.Module | None) -> Tensor:
         """Returns the tensor that sublayer i reads. `norm`: the block's own norm, if the sublayer reads through one."""
@@ -415,7 +415,7 @@ def run_on_stream(
     stream = Stream.of(run.shown(read), run, streams, written=0, parallel=None, shape=read.shape)
     args, kwargs = exchanged(args, x, stream), exchanged(kwargs, x, stream)
     out = forward(*args, **kwargs)
-    run.is_over = True
+    run.end()
     if run.became is not None:
         branch, stream_after = run.became  # the block may return the branch, to which it added the stream in place
         out = exchanged(out, branch, stream_after)

@@ -8,19 +8,22 @@ from torch import nn
 
 
 class Converted:
-    """A base of the classes made here. `kind`: the original class; `how`: this package's class that changes its
-    behaviour. Pickles name these two, since the class itself is made at run time."""
+    """A base of the classes made here. Pickles name the two classes that it is made of, since the class itself is made
+    at run time. Names begin with an underscore and the package's, since modules have attributes of their own."""
 
-    kind: ClassVar[type[nn.Module]]
-    how: ClassVar[Any]
+    _nfrs_kind: ClassVar[type[nn.Module]]
+    """The original class."""
+    _nfrs_how: ClassVar[Any]
+    """This package's class that changes its behaviour."""
 
     def __reduce_ex__(self: Any, _: Any) -> Any:
-        return _rebuild, (self.kind, self.how), self.__dict__.copy()
+        kind = type(self)
+        return _rebuild, (kind._nfrs_kind, kind._nfrs_how), self.__dict__.copy()
 
 
 def original(kind: Any) -> Any:
     """Returns the original class of a class made here, and any other class as it is."""
-    return kind.kind if issubclass(kind, Converted) else kind
+    return kind._nfrs_kind if issubclass(kind, Converted) else kind
 
 
 def residual_of(block: Any) -> Any:
@@ -39,11 +42,11 @@ NAMES = ("residual", "scheme_residual")
 class StreamBlock(Converted):
     """A block that runs its own forward on a residual stream (`residual_stream.py`)."""
 
-    names: ClassVar[tuple[str, ...]]
+    _nfrs_names: ClassVar[tuple[str, ...]]
     """The names of the forward's arguments."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return residual_of(self).run(functools.partial(self.kind.forward, self), args, kwargs)
+        return residual_of(self).run(functools.partial(type(self)._nfrs_kind.forward, self), args, kwargs)
 
 
 _MADE: dict[tuple[Any, Any], Any] = {}
@@ -53,9 +56,9 @@ def converted_class(kind: type[nn.Module], how: Any) -> Any:
     """Returns the subclass of `kind` for converted modules. `how`: the class of this package that comes first among its
     bases."""
     if (kind, how) not in _MADE:
-        body: dict[str, Any] = {"kind": kind, "how": how, "__module__": __name__, "__doc__": kind.__doc__}
+        body: dict[str, Any] = {"_nfrs_kind": kind, "_nfrs_how": how, "__module__": __name__, "__doc__": kind.__doc__}
         if issubclass(how, StreamBlock):
-            body["names"] = tuple(inspect.signature(kind.forward).parameters)[1:]
+            body["_nfrs_names"] = tuple(inspect.signature(kind.forward).parameters)[1:]
         _MADE[kind, how] = type(kind.__name__, (how, kind), body)
     return _MADE[kind, how]
 

@@ -1,6 +1,7 @@
 """Finds a model's stacks of residual blocks: the lists whose entries all compute x plus branches."""
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -64,15 +65,25 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
     groups: list[Group] = []
     stack_paths: list[str] = []
     refused: Unknown = {}
+    listed: set[nn.Module] = set()  # the blocks of the lists so far
     for path, entries in candidates:
         if any(_is_below(path, one) for one in stack_paths):  # a list inside a block
+            continue
+        again = [entry for _, entry in entries if entry in listed]
+        if len(again) == len(entries):  # another list of the same blocks
             continue
         members, reasons = _examine(entries, found, why)
         reason = None if members else next(iter(reasons.values()))  # that of the first entry speaks for the list
         if reason is None and found is not None and (stage := _stage(path, members, candidates, found)):
             not_residual[path] = stage
         elif reason is None:
+            if again:
+                raise InputError(
+                    f"{path} shares some of its blocks with another list, so that their order in a stack is not known: "
+                    "pass the part of the model that has one list of them"
+                )
             stack_paths.append(path)
+            listed |= {*members.values()}
             groups += _groups(model, path, members, found)
             unexplained = {name: one for name, one in reasons.items() if not isinstance(one, NotResidual)}
             refused |= {
@@ -85,7 +96,9 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
     # a list around a stack is no fault
     unknown = {path: why for path, why in unknown.items() if not any(_is_below(one, path) for one in stack_paths)}
     unknown |= refused
-    groups = groups if found is None else [_with_end(group, found) for group in _joined(model, groups, found)]
+    if found is not None:
+        groups = [_with_end(group, found) for group in _joined(model, groups, found)]
+        groups = _without_mixed(groups, found, unknown)
     for group in singles:
         (path,), (block,) = group.names, group.blocks
         if any(block in other.blocks for other in groups):
@@ -96,7 +109,7 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
             groups.append(group if found is None else _with_end(group, found))
         except Unaccounted as reason:
             unknown[path] = f"{named(block)}: {reason}"
-    if not groups and found is not None:
+    if not groups and not unknown and found is not None:
         groups = _loops(model, candidates, example)
     if not groups:
         if found is None and why:
@@ -176,7 +189,7 @@ def _joined(model: nn.Module, groups: list[Group], found: Record) -> list[Group]
         while path and not _is_below(group.path, path):  # up to the innermost module around both lists
             path = parent_of(path)
         is_list = isinstance(model.get_submodule(path), LISTS) and path  # a list of lists counts as the stack's list
-        holder = model.get_submodule(parent_of(path) if is_list else path)
+        holder = _called(model, parent_of(path) if is_list else path, found)
         joined[joined.index(before)] = before._replace(
             path=path if is_list else before.path,
             names=[*before.names, *group.names],
@@ -187,6 +200,25 @@ def _joined(model: nn.Module, groups: list[Group], found: Record) -> list[Group]
             runs=found.runs.get(holder, 1),
         )
     return joined
+
+
+def _without_mixed(groups: list[Group], found: Record, unknown: Unknown) -> list[Group]:
+    """Returns the groups whose stream no other group shares. Notes the others in `unknown`: a scheme's stack has layers
+    that are alike, and one depth."""
+    mixed: list[Group] = []
+    for group, other in itertools.permutations(groups, 2):
+        after = {call.x: block for block in other.blocks for call in found.calls.get(block, ())}
+        for block in group.blocks:
+            follower = next((after[call.y] for call in found.calls.get(block, ()) if call.y in after), None)
+            if follower is None or STRUCTURES.get(block) is None or STRUCTURES.get(follower) is None:
+                continue
+            names = [one.names[one.blocks.index(of)] for one, of in ((group, block), (other, follower))]
+            why = f"the stream goes from {names[0]} straight to {names[1]}, whose layers are not alike"
+            mixed += [group, other]
+            unknown.setdefault(group.path, why)
+            unknown.setdefault(other.path, why)
+            break
+    return [group for group in groups if group not in mixed]
 
 
 def _follows(group: Group, before: Group, found: Record) -> bool:
@@ -359,9 +391,9 @@ def _alone(model: nn.Module) -> Iterator[Group]:
 def _groups(model: nn.Module, path: str, blocks: dict[str, nn.Module], found: Record | None) -> Iterator[Group]:
     """Yields a list's blocks as groups that may each be one stack: same number of sublayers and same width, or same
     class if no structure is known."""
-    holder, listed = model.get_submodule(parent_of(path)), model.get_submodule(path)
+    holder, listed = _called(model, parent_of(path), found), model.get_submodule(path)
     alike: dict[Any, dict[str, nn.Module]] = {}
-    for name, block in blocks.items():
+    for name, block in _in_order(blocks, found).items():
         structure = structure_of(block) if not isinstance(block, tuple(TORCHS)) else None
         criterion = type(block) if structure is None else (len(structure.parts), structure.width)
         alike.setdefault(criterion, {})[f"{path}.{name}".lstrip(".")] = block
@@ -369,13 +401,32 @@ def _groups(model: nn.Module, path: str, blocks: dict[str, nn.Module], found: Re
     for by_name in alike.values():
         members = [*by_name.values()]
         kinds = tuple({type(block) for block in members})
-        depth = sum(_layers(entry) for entry in entries if entry in members)
+        # a block that stands in the list several times has been called for each of them
+        runs_of = [entry for entry in entries if entry in members and entry not in STRUCTURES]
+        depth = len(runs_of) + sum(_layers(member) for member in members if member in STRUCTURES)
         # entries of a subclass that are no blocks still are layers
         depth += sum(isinstance(entry, kinds) and entry not in blocks.values() for entry in entries)
         runs = 1 if found is None else found.runs.get(holder, 1)
         yield Group(
             path, [*by_name], members, holder, max(depth, len(members)), _end(model, path, members[-1], found), runs
         )
+
+
+def _in_order(blocks: dict[str, nn.Module], found: Record | None) -> dict[str, nn.Module]:
+    """Returns a list's blocks in the order in which the run has called them."""
+    if found is None or any(block not in found.calls for block in blocks.values()):
+        return blocks
+    return dict(sorted(blocks.items(), key=lambda item: found.calls[item[1]][0].first))
+
+
+def _called(model: nn.Module, path: str, found: Record | None) -> nn.Module:
+    """Returns the module at a path, or the innermost one around it whose forward has been called: a ModuleDict has
+    none. A list counts as it is."""
+    module = model.get_submodule(path)
+    while path and found is not None and module not in found.runs and not isinstance(module, LISTS):
+        path = parent_of(path)
+        module = model.get_submodule(path)
+    return module
 
 
 def _layers(block: nn.Module) -> int:

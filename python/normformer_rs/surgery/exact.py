@@ -129,8 +129,9 @@ class ExactSwap:
         biased = [norm for norm in swapped if self.known[norm].bias is not None and self.folds(norm)]
         edits.remember_values(self.edited(swapped))
         for norm in biased:
+            beta = getattr(norm, str(self.known[norm].bias)).detach()
             for matrix in self.sites[norm].readers:
-                matrix.take_in(None, getattr(norm, self.known[norm].bias or "").detach())
+                matrix.take_in(gain=None, bias=beta)
         rows = []
         for name, weights, module in self.writers:
             kind = type(module).__name__
@@ -139,7 +140,7 @@ class ExactSwap:
             else:
                 edits.remember(module)
                 reclass(module, converted_class(type(module), Centred))
-            rows.append(Row(name, kind, kind, "output centred" if weights is None else "centred"))
+            rows.append(Row(name, old=kind, new=kind, note="output centred" if weights is None else "centred"))
         return rows
 
     def edited(self, swapped: Collection[nn.Module]) -> list[nn.Parameter]:

@@ -51,7 +51,7 @@ def hand_over(old: nn.Module, new: nn.Module) -> None:
     new.__dict__.update({name: value for name, value in vars(old).items() if name not in own and _is_plain(value)})
     if "_is_hf_initialized" not in vars(old):  # `new` may have marked itself; transformers would then not initialise it
         new.__dict__.pop("_is_hf_initialized", None)
-    how = getattr(type(old), "how", None)  # of a module that a swap converted, such as a StreamNorm
+    how = getattr(type(old), "_nfrs_how", None)  # of a module that a swap converted, such as a StreamNorm
     if getattr(how, "goes_over", False) and not isinstance(new, Converted):
         reclass(new, converted_class(type(new), how))
     _hand_over_accelerates(old, new)

@@ -80,7 +80,7 @@ class LoopResidual(nn.Module):
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the output of the module's own forward."""
-        names: Any = self._owner[0].names
+        names: Any = type(self._owner[0])._nfrs_names
         return run_on_stream(self, names, forward, args, kwargs)
 
     def read(self, i: int, streams: Streams, norm: nn.Module | None) -> Tensor:

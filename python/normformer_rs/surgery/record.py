@@ -50,6 +50,8 @@ class Node(NamedTuple):
     """The number, if the operation multiplies a tensor by one."""
     where: str = ""
     """The file and line of the model's code that called the operation."""
+    alpha: float = 1.0
+    """The number by which an addition multiplies its second operand."""
 
 
 class Call(NamedTuple):
@@ -68,6 +70,8 @@ class Call(NamedTuple):
     shape: tuple[int, ...]
     y: Key | None
     arguments: Mapping[Key, str]
+    twin: str | None = None
+    """The name of another argument that is the tensor x, too."""
 
 
 def key(t: Tensor) -> Key:
@@ -155,7 +159,7 @@ class Record(TorchFunctionMode):
         """The `Roles` of the model's matrices; None until `discover` has found them."""
         self.returned: set[Key] = set()
         """The tensors that the run returned."""
-        self.open: list[tuple[nn.Module, int, Tensor, Key, dict[Key, str]]] = []
+        self.open: list[tuple[nn.Module, int, Tensor, Key, list[tuple[Key, str]]]] = []
         """The calls of blocks that have not returned yet, the innermost last: (block, number of nodes before the call,
         its input on the stream, that input's key, `Call.arguments`)."""
         self.within = 0
@@ -182,14 +186,22 @@ class Record(TorchFunctionMode):
         factor = numbers[0] if name in TIMES and len(given) == 1 and len(numbers) == 1 else None
         if factor is not None and "div" in name:
             factor = 1 / factor if factor else None
-        self.add(name, None, given, before, out[0] if is_ours else out, factor)
+        alpha = (kwargs or {}).get("alpha", 1.0) if name in ADDITIONS else 1.0
+        self.add(name, None, given, before, out[0] if is_ours else out, factor, alpha)
         if name == "multi_head_attention_forward":
             bound = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
             self.outputs_of_attention[key(out[0])] = bound["out_proj_weight"]
         return out
 
     def add(
-        self, what: str, module: nn.Module | None, given: list[Tensor], keys: list[Key], out: Any, factor: Any = None
+        self,
+        what: str,
+        module: nn.Module | None,
+        given: list[Tensor],
+        keys: list[Key],
+        out: Any,
+        factor: Any = None,
+        alpha: float = 1.0,
     ) -> None:
         """Records an operation. `given`: its inputs; `keys`: their keys before it ran."""
         made = [*tensors_in(out)]
@@ -203,7 +215,7 @@ class Record(TorchFunctionMode):
         self.made |= dict.fromkeys((k for k in outputs if k not in keys), len(self.nodes))
         shapes = tuple(tuple(t.shape) for t in given)
         sizes = tuple(tuple(t.shape) for t in made)
-        self.nodes.append(Node(what, module, tuple(keys), shapes, outputs, sizes, factor, _where()))
+        self.nodes.append(Node(what, module, tuple(keys), shapes, outputs, sizes, factor, _where(), alpha))
 
     def stand_for(self, own: Mapping[nn.Module, nn.Module]) -> None:
         """Replaces each recorded module by its counterpart in a model of the same structure (`own`: recorded module →
@@ -255,12 +267,13 @@ class Record(TorchFunctionMode):
             if not self.within:
                 self.add(self.kinds[module], module, given, [key(t) for t in given], out)
         if self.open and self.open[-1][0] is module:  # this module is the block whose call began last
-            _, first, x, key_of_x, arguments = self.open.pop()
+            _, first, x, key_of_x, named = self.open.pop()
             like_x = (t for t in tensors_in(out) if t.shape == x.shape and t.is_floating_point())
             y = next(like_x, None)
             self.alive.append(y)
             key_of_y = None if y is None else key(y)
-            call = Call(first, len(self.nodes), key_of_x, tuple(x.shape), key_of_y, arguments)
+            twins = [name for at, name in named if at == key_of_x][1:]
+            call = Call(first, len(self.nodes), key_of_x, tuple(x.shape), key_of_y, dict(named), *twins[:1])
             self.calls.setdefault(module, []).append(call)
 
 
@@ -272,15 +285,15 @@ def _where() -> str:
     return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-def _named(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Key, str]:
-    """Returns the tensors among a call's arguments → the arguments' names in the block's signature. Tensors in tuples,
-    lists and dictionaries get the name of their argument."""
+def _named(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Key, str]]:
+    """Returns the tensors among a call's arguments, each with the argument's name in the block's signature. Tensors in
+    tuples, lists and dictionaries get the name of their argument."""
     try:
         given = inspect.signature(block.forward).bind(*args, **kwargs).arguments
     except TypeError:
-        return {}
+        return []
     flat = {**given, **given.pop("kwargs", {})}  # arguments that the signature takes as **kwargs have names, too
-    return {key(t): name for name, value in flat.items() for t in tensors_in(value)}
+    return [(key(t), name) for name, value in flat.items() for t in tensors_in(value)]
 
 
 _RECOGNISED: dict[Any, bool] = {}

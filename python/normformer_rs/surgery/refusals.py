@@ -67,6 +67,13 @@ def refuse(group: Group, place: Place, to: Any) -> None:
             f"{name}, the norm after {group.path}, also norms the output of a block before "
             f"the last, which has several tensors under {to}: choose a scheme that has only x"
         )
+    has_end = any(change.kind == "norm" for change in place.declared.end)
+    if group.end is not None and not has_end and group.end.early:
+        name = f"{group.end.path}.{group.end.name}".lstrip(".")
+        raise InputError(
+            f"{to} removes {name}, the norm after {group.path}, and the model also calls it before the first layer: "
+            "give that place a norm of its own, or choose a scheme with a last norm"
+        )
     sublayers = [sublayer for layer in place.declared.layers for sublayer in layer.sublayers]
     if not is_torchs:
         _refuse_inside(group, place, to)

@@ -45,8 +45,13 @@ class Pass:
         """If the block added the stream to a branch in place: the branch, and the stream after the addition."""
         self.is_over = False
         """Whether the call has ended."""
+        self.written = 0
+        """The number of additions to the stream so far."""
+        self.has_gradients = torch.is_grad_enabled()
         self.seen: dict[tuple[str, int], int] = {}
         """The number of operations so far of a kind ("+" or "*"), after a number of writing additions."""
+        self.totals: dict[tuple[str, int], int] = {}
+        """What `seen` held at the end of the call."""
 
     def shown(self, rows: Tensor) -> Tensor:
         """Returns rows in the block's layout: a block of images has the channels in the second dimension."""
@@ -68,8 +73,14 @@ class Pass:
         """Counts the operation under way and returns its number as in `Structure.reads`, which also counts the
         additions of sublayers that this call leaves out."""
         number = self.seen.get((what, written), 0)
+        if self.is_over and (what, written) in self.totals:  # a recomputation counts anew
+            number %= self.totals[what, written]
         self.seen[what, written] = number + 1
         return self.recorded[written], number
+
+    def end(self) -> None:
+        """Ends the call. From then on, only recomputations use its streams."""
+        self.is_over, self.totals = True, dict(self.seen)
 
 
 class Stream(Tensor):
@@ -287,6 +298,19 @@ def write(stream: Stream, f: Tensor) -> Stream:
         raise InputError(
             f"{run.residual.described()} adds to its residual stream more often than in the run that it was swapped by"
         )
+    if not run.is_over:
+        if number < run.written:
+            raise InputError(
+                f"{run.residual.described()} went another way than in the run that it was swapped by: it adds to its "
+                "residual stream as it was before an earlier addition. Swap with an example that goes this way"
+            )
+        if run.has_gradients and not torch.is_grad_enabled():
+            raise InputError(
+                f"{run.residual.described()} adds to its residual stream where gradients are off, as within a "
+                "reentrant checkpoint, and the branch's gradients would be lost: use use_reentrant=False, or "
+                "checkpoint the whole block"
+            )
+        run.written = number + 1
     f = f if stream.parallel is None else stream.parallel + f
     # if the next branch belongs to the same sublayer, the scheme gets their sum
     if number + 1 < len(run.writes) and run.writes[number + 1] == run.writes[number]:
@@ -318,7 +342,7 @@ class StreamNorm(Converted):
     """The norm's own class, whose operator may be used in place of a call."""
 
     def __init_subclass__(cls) -> None:
-        cls.computes_as, own = cls.kind, cls.kind.forward
+        cls.computes_as, own = cls._nfrs_kind, cls._nfrs_kind.forward
 
         @functools.wraps(own)
         def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

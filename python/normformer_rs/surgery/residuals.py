@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .. import nn as nfnn
 from ..config import ATTENTION, PARAMETRISATION, TransformerConfig
@@ -38,6 +39,7 @@ from .refusals import refuse, refuse_roles
 from .residual_stream import Identity, StreamNorm
 from .spec import at, has
 from .stack_residual import StackCalls, StackResidual, show
+from .structure import named
 from .undo import Edits, Row, Swaps, refuse_wrapped
 from .whole import LEVEL
 
@@ -173,12 +175,15 @@ def _swap(
             removed = [f"the branch's factor {part.beta:g}" for part in parts if part.beta != 1.0]
             removed += [path for part in parts for path in part.scales]
             note += f", {removed[0]} gone" if removed else ""
+            second = None if type(block) in TORCHS else structure_of(block).second
+            note += f", its second stream {second} stays as it is" if second is not None else ""
             # the first of several equal blocks is described for all
             if parts and (i == 0 or parts != parts_of(group.blocks[i - 1])):
                 note += f"; {'; '.join(map(str, parts))}"
             rows.append(Row(group.names[i] or "(model)", old[i], f"{type(block).__name__}, {to}", note))
         rows += notes
-    _try(model, look, seen if plans else {}, to)
+    gone = {module for module in existing if isinstance(module, nn.Module)} - {*model.modules()}
+    _try(model, look, seen if plans else {}, to, gone)
     # draw first values, and give the optimizer the new parameters
     drawn: list[nn.Parameter] = []
     for group, place in plans if init is not None else ():
@@ -198,6 +203,12 @@ def _swap(
         kind = type(next(stays.children()) if isinstance(stays, LISTS) else stays)
         rows.append(Row(path or "(model)", kind.__name__, "stays", why))
         warnings.warn(f"{title} leaves {path or 'a list'} as it is: {why}", stacklevel=LEVEL)
+    for group, _ in plans:
+        second = None if type(group.blocks[0]) in TORCHS else structure_of(group.blocks[0]).second
+        if second is not None:
+            warnings.warn(
+                f"{title} leaves {second}, a second stream of the blocks in {group.path}, as it is", stacklevel=LEVEL
+            )
     blocks = ((n, block) for group, _ in plans for n, block in zip(group.names, group.blocks))
     new_modules = ((f"{n}.residual", residual_of(block)) for n, block in blocks if residual_of(block) is not None)
     warn_of_adapters(model, title, new_modules)  # type: ignore[arg-type]
@@ -365,11 +376,23 @@ def _proven(
     return plans
 
 
-def _try(model: nn.Module, look: Look, seen: Mapping[bool, Observed], to: Any) -> None:
-    """Runs the swapped model in both modes. Errors: InputError if it fails although the model ran before the swap. This
-    happens with schemes that act inside sublayers if the layers there do not have the roles that were found."""
+def _try(model: nn.Module, look: Look, seen: Mapping[bool, Observed], to: Any, gone: set[nn.Module]) -> None:
+    """Runs the swapped model in both modes. Errors: InputError if it fails although the model ran before the swap, or
+    if it calls one of the modules `gone`, which the swap has removed. Schemes that act inside sublayers fail if the
+    layers there do not have the roles that were found."""
     for training, old in seen.items():
-        new = look(training, old.has_backward)
+        called: list[nn.Module] = []
+        # A hook of all modules, since a norm shares its own hooks with the identity that replaces it.
+        hook = register_module_forward_pre_hook(lambda one, _, to=called: to.append(one) if one in gone else None)
+        try:
+            new = look(training, old.has_backward)
+        finally:
+            hook.remove()
+        if called:
+            raise InputError(
+                f"{type(model).__name__} still calls {named(called[0])} that {to} removes: it holds it in a plain "
+                "list, a function or another place that is no attribute of a module. Make it an attribute"
+            )
         if new.error is not None and old.error is None:
             raise InputError(
                 f"{type(model).__name__} does not run with {to}{' in training mode' * training} "
@@ -457,12 +480,14 @@ def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> l
     else:
         residual_of(group.blocks[0]).add_module("stack", stack)
     if group.end is not None and not has_end:
-        edits.remember(group.end.owner)
         path = f"{group.end.path}.{group.end.name}".lstrip(".")
         notes.append(Row(path, type(group.end.norm).__name__, "Identity", "last norm removed"))
-        identity = nn.Identity()
-        edits.succeed(group.end.norm, identity)
-        _put(group.end.owner, group.end.name, identity)
+        norm, identity = group.end.norm, nn.Identity()
+        edits.succeed(norm, identity)
+        for module in [*edits.model.modules()]:
+            if any(child is norm for child in module.children()):
+                edits.remember(module)
+        _put_everywhere(edits.model, norm, identity)
     if group.end is not None and holder is not None and group.loop is None:  # the case that has set `calls`
         edits.afterwards(group.end.norm.register_forward_pre_hook(calls.before_norm).remove)
     return notes
@@ -499,10 +524,15 @@ def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) 
         reclass(site, kind)
         site.__dict__["block_of"] = (block,)
     _exchange_parts(block, residual, own, edits)
-    # the second name, if the block has an attribute of the first name
-    setattr(block, NAMES[hasattr(block, NAMES[0])], residual)
+    setattr(block, _free_name(block), residual)
     for handle in residual.follow_calls():
         edits.afterwards(handle.remove)
+
+
+def _free_name(module: nn.Module) -> str:
+    """Returns the name under which a module gets its residual: the second one if it has an attribute of the first."""
+    first, second = NAMES
+    return second if hasattr(module, first) else first
 
 
 def _convert_loop(
@@ -512,8 +542,8 @@ def _convert_loop(
     loop: Any = group.loop
     edits.remember(loop)
     for view, residual in zip(group.blocks, residuals):
-        view.__dict__["residual"] = residual
-        _exchange_parts(loop, residual, None, edits)
+        view.__dict__["residual"] = residual  # not as a submodule of the view
+        _exchange_parts(loop, residual, own=None, edits=edits)
     end = ""
     if has_end and group.end is not None:
         norm = group.end.norm
@@ -521,8 +551,7 @@ def _convert_loop(
         reclass(norm, converted_class(original(type(norm)), StreamNorm))
         end = next(path for path, module in loop.named_modules() if module is norm)
     reclass(loop, converted_class(original(type(loop)), StreamBlock))
-    # the second name, if the loop has an attribute of the first name
-    setattr(loop, NAMES[hasattr(loop, NAMES[0])], LoopResidual(loop, residuals, stack, end))
+    setattr(loop, _free_name(loop), LoopResidual(loop, residuals, stack, end))
 
 
 def _exchange_parts(block: nn.Module, residual: BlockResidual, own: Any, edits: Edits) -> None:

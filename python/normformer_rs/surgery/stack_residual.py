@@ -24,7 +24,7 @@ from ..nn.profiling import begin_stack
 from ..nn.stacks import Sums
 from ..nn.step_hooks import Growing
 from .blocks import like_of
-from .calls import begin_stack_call, end_stack_call, stack_call
+from .calls import StackCall, begin_stack_call, end_stack_call, stack_call
 from .record import tensors_in
 
 
@@ -51,6 +51,9 @@ class StackResidual(Growing):
         self.began_later = False
         """Whether the stack has begun with another layer than its first in a run without gradients. A reentrant
         checkpoint may run that layer again, and gives it another tensor."""
+        self.compiled_last: int | None = None
+        """The number of the layer that ran last as compiled code, which does not see the call of the stack's module.
+        None: no compiled layer has run in this call."""
         self.kept_widths: dict[str, int] = {}
         # needed[i]: the names of kept tensors that layer i or a later one takes
         layers = declared.layers
@@ -93,12 +96,13 @@ class StackResidual(Growing):
         number. If layers share the block, they are counted during the stack's call. A recomputation outside that call
         finds both results by the block's input x. Errors: InputError if they are unknown."""
         call = stack_call(self)
-        if call is None and torch.compiler.is_compiling():
+        begin = self.place.declared.begin
+        # the layer matters if layers share the block, and the begin if the stack has begun with a later layer
+        needs_layer = is_shared and (self.is_wide or begin or self.end)
+        if call is None and torch.compiler.is_compiling() and not needs_layer:
             return own, own == 0
         if call is None:
-            known, begin = PLACES.get(x), self.place.declared.begin
-            # the layer matters if layers share the block, and the begin if the stack has begun with a later layer
-            needs_layer = is_shared and (self.is_wide or begin or self.end)
+            known = None if torch.compiler.is_compiling() else PLACES.get(x)
             needs_begin = self.began_later and begin and not self.is_wide
             if known is None and (needs_layer or needs_begin):
                 why = f"{self.place.depth} layers share it" if is_shared else "the stack has run without its first"
@@ -110,6 +114,12 @@ class StackResidual(Growing):
         layer = own
         if is_shared:
             layer = 0 if call.last is None else call.last[1] + 1  # `last`: (hidden state, layer)
+            if needs_layer and layer >= self.place.depth:
+                raise InputError(
+                    f"a block ran more than {self.place.depth} times, as often as when the model was swapped, and "
+                    f"{self.place.config.residual} does something after the last of them: swap with an example that "
+                    "runs it as often, or give depth="
+                )
         begins, call.has_begun = not call.has_begun, True
         # note the place for a recomputation, if it does not follow from the block's number alone
         if (is_shared or begins != (layer == 0)) and not torch.compiler.is_compiling():
@@ -151,6 +161,9 @@ class StackResidual(Growing):
         y = self._finish(streams) if is_last else self._pack(streams, layer)
         if call is not None:
             call.last, call.is_finished = (y, layer), call.is_finished or is_last
+        elif torch.compiler.is_compiling():
+            self.compiled_last = layer
+        # Between layers a wide y holds several streams side by side; a model's list of hidden states shows x alone.
         if self.is_wide and not is_last and not torch.compiler.is_compiling():
             WIDE[y] = (weakref.ref(self), layer)
         return y
@@ -226,19 +239,39 @@ class StackCalls:
         self.stack, self.early = stack, early
 
     def begin(self, *_: Any) -> None:
+        self.stack.compiled_last = None
         begin_stack_call(self.stack)
 
-    def end(self, _: nn.Module, __: Any, output: Any) -> Any:
+    def end(self, module: nn.Module, __: Any, output: Any) -> Any:
         """Replaces the hidden state in the output by the stack's output if the last block did not run. A hook after the
-        stack's call."""
+        stack's call. Errors: InputError if the output does not have the hidden state, and the scheme does something
+        after the last layer."""
         call = end_stack_call(self.stack)
-        if call is None or call.is_finished:
+        if call is None or self._is_finished(call):
             return None
-        rows = (t for t in tensors_in(output) if t.is_floating_point() and t.shape[-1:] == (self.stack.width,))
-        # if no layer has run, the output's first tensor of the stream's width is the hidden state
-        last: tuple[Any, int] = call.last or (next(rows, None), -1)
-        hidden, layer = last
+        layer = self._layer(call)
+        width = self.stack.width if layer < 0 or not self.stack.is_wide else None
+        rows = (t for t in tensors_in(output) if t.is_floating_point() and width in (None, t.shape[-1]))
+        # if no layer has run, or compiled ones have, the output's first tensor of that width is the hidden state
+        hidden = call.last[0] if call.last is not None else next(rows, None)
+        # Without a layer that has run, the call may not concern the stack: an encoder's, without the decoder.
+        is_elsewhere = layer >= 0 and all(t is not hidden for t in tensors_in(output))
+        if output is not None and is_elsewhere and (self.stack.end or self.stack.is_wide):
+            raise InputError(
+                f"the last of {self.stack.place.depth} layers did not run, and {self.stack.place.config.residual} does "
+                f"something after it: that has no place in {type(module).__name__}, which goes on with the hidden "
+                "state. Run all layers, or put their loop into a module of its own and swap anew"
+            )
         return _replaced(output, lambda t: t if t is not hidden else self.stack.finish(t, layer))
+
+    def _layer(self, call: StackCall) -> int:
+        """Returns the number of the layer that ran last in a call; −1: none."""
+        layers = [call.last[1] if call.last is not None else -1, self.stack.compiled_last]
+        return max(layer for layer in layers if layer is not None)
+
+    def _is_finished(self, call: StackCall) -> bool:
+        """Returns whether the stack's last layer has run in a call, or the norm after it."""
+        return call.is_finished or self._layer(call) + 1 == self.stack.place.depth
 
     def before_norm(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Replaces the input of the norm after the stack by the stack's output if the last block did not run. The first
@@ -248,7 +281,7 @@ class StackCalls:
             call.norms += 1
             if call.norms <= self.early:
                 return None
-        is_unfinished = call is not None and not call.is_finished
+        is_unfinished = call is not None and not self._is_finished(call)
         y = args[0] if args else None
         if not isinstance(y, Tensor) or not (is_unfinished or (call is None and y.shape[-1] != self.stack.width)):
             return None
@@ -256,7 +289,7 @@ class StackCalls:
             layer = self.stack.place.depth - 2
         else:
             call.is_finished = True
-            layer = -1 if call.last is None else call.last[1]
+            layer = self._layer(call)
         return (self.stack.finish(y, layer), *args[1:])
 
 

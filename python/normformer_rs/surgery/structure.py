@@ -83,6 +83,9 @@ class Structure(NamedTuple):
     """Whether the block reads its stream again after the last addition."""
     loop: tuple[int, ...] = ()
     """If the block is one layer of a loop (loops.py): the `writes` of the whole loop. Else empty."""
+    second: str | None = None
+    """The argument that is a second stream, to which the block also adds branches, as MMDiT's text. A scheme leaves it
+    as it is."""
     elsewhere: frozenset[str] = frozenset()
     """Paths of the block's norms that also norm a tensor outside the stream and its branches, such as the global tokens
     of Pegasus-X."""
@@ -161,6 +164,8 @@ class _Reader:
         self.level: dict[Key, int] = {}
         """For each tensor of the stream, the number of additions to the stream before it."""
         self.heads: int | None = None
+        self.normed: set[Key] = set()
+        """The outputs of the norms through which the sublayers so far read the stream."""
 
     def node(self, at: Key) -> Node | None:
         """Returns the operation of this call that made a tensor. None if the tensor was made outside the call."""
@@ -218,6 +223,11 @@ class _Reader:
 
     def structure(self) -> Structure:
         """Returns the block's structure in this call. Errors: Unaccounted, InputError."""
+        if self.call.twin is not None:
+            raise Unaccounted(
+                f"its input is also its argument {self.call.twin}, and which of the two is the stream is not known: "
+                "pass a clone"
+            )
         steps = self.steps()
         self._refuse_functions()
         groups, writes = self._sublayers(steps)
@@ -228,7 +238,7 @@ class _Reader:
         width = self.call.shape[1 if channels_first else -1]
         result = Structure(parts, writes, reads, scales, channels_first, is_in_place=self._is_in_place(), width=width)
         result = result._replace(heads=self.heads, no_roles=self.roles.why, elsewhere=self._elsewhere(steps, parts))
-        return result._replace(reads_output=self._reads_output())
+        return result._replace(reads_output=self._reads_output(), second=self._second_stream(steps))
 
     def _refuse_functions(self) -> None:
         """Raises Unaccounted if the stream is normed outside a module, by a function of torch or by a formula. A
@@ -257,6 +267,22 @@ class _Reader:
                     roots.update(node.outputs)
                 elif reads_statistic:
                     statistics.update(node.outputs)
+
+    def _second_stream(self, steps: list[Step]) -> str | None:
+        """Returns the name of an argument beside the input to which the block adds branches of its own. None: there is
+        none."""
+        branches = [step.branch for step in steps if step.branch is not None]
+        own = {out for branch in branches for node in self.reach(branch)[1] for out in node.outputs}
+        own |= {step.node.outputs[0] for step in steps}
+        for node in self.nodes[self.call.first : self.call.last]:
+            is_sum = node.what in ADDITIONS and len(node.inputs) == 2 and node.shapes[0] == node.shapes[1]
+            if not is_sum or node.outputs[0] in own:
+                continue
+            for at, branch in (node.inputs, node.inputs[::-1]):
+                name = self.call.arguments.get(at) if at != self.call.x else None
+                if name is not None and any(one.what == "linear" for one in self.reach(branch)[1]):
+                    return name
+        return None
 
     def _reads_output(self) -> bool:
         """Returns whether an operation off the stream reads the stream after its last addition."""
@@ -466,10 +492,22 @@ class _Reader:
             raise Unaccounted(f"two norms follow each other on the stream, {after[0]} and {after[1]}")
         tails = [self._tail(branch) for branch in branches]
         tail = tails[0] if len(tails) == 1 else Tail()  # what ends one of several branches does not end their sum
+        added = next((step for step in group if step.node.alpha != 1.0), None)
+        if added is not None and (len(branches) > 1 or added.branch != added.node.inputs[1]):
+            raise Unaccounted(
+                f"the addition at {added.node.where} has a factor alpha on the stream or on one of several branches"
+            )
+        tail = tail if added is None else tail._replace(beta=tail.beta * added.node.alpha)
         reached = [self.reach(branch) for branch in branches]
         nodes = [node for _, nodes, _ in reached for node in nodes]
         read = {k for keys, _, _ in reached for k in keys}
         norms = [node for node in nodes if node.what == "norm" and node.inputs[0] in read]
+        if again := next((node for node in norms if node.outputs[0] in self.normed), None):
+            raise Unaccounted(
+                f"a branch reads the stream through {self.paths[again.module]}, the norm of an earlier branch, as "
+                "where it reads that branch's result"
+            )
+        self.normed |= {node.outputs[0] for node in norms}
         before = [*dict.fromkeys(self.paths[node.module] for node in norms)]
         reads_past_norm = [
             n for n in nodes if n.what != "norm" and any(k in read for k in n.inputs) and not self._is_same(n)
@@ -503,9 +541,10 @@ class _Reader:
         )
 
     def _tail(self, branch: Key) -> "Tail":
-        """Returns the dropout, norms and factors at the end of a branch."""
+        """Returns the dropout, norms and factors at the end of a branch. It is followed backwards from its result, to
+        the first operation that is none of these. Dropouts and factors may also stand before the norm."""
         tail, at = Tail(), branch
-        while True:  # goes backwards from the branch's result
+        while True:
             for module in self._dropouts(at):
                 is_path = self.record.kinds.get(module) == "drop_path"
                 if module in self.moving and is_path and tail.drop_path is None:
@@ -549,8 +588,10 @@ class _Reader:
         known = [self.roles.of(owner_of(node.module)) for node in layers if node.module is not None]
         values = [n for n, matrix in zip(layers, known) if matrix and any(rows.role == "value" for rows in matrix.rows)]
         has_attention = any(matrix.heads for _, owner in self.matrices(nodes) if (matrix := self.roles.of(owner)))
-        # if no attention was recognised, any linear layer that reads from outside the block counts
-        first = next(iter(values if has_attention else layers), None)
+        # if no attention was recognised, any linear layer that reads rows from outside the block counts; a tensor with
+        # fewer dimensions than the stream, such as a condition, has no rows
+        rows = [n for n in layers if len(n.shapes[0]) >= len(self.call.shape)]
+        first = next(iter(values if has_attention else rows), None)
         argument = None if first is None else names.get(first.inputs[0])
         attends_outside = has_attention and bool(values)
         return argument, attends_outside
@@ -603,7 +644,7 @@ class _Reader:
         todo = [branch]
         for at in each_once(todo):  # also yields the inputs that the loop appends to `todo`
             node = self.node(at)
-            if node is None or at in self.level:
+            if node is None or at in self.level:  # the stream itself
                 continue
             if node.what == "linear" and node.module is not None:
                 found.add(owner_of(node.module))

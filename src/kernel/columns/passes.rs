@@ -214,6 +214,7 @@ multiversion! {
         if cols == 0 {
             return;
         }
+        // For f32 and f64 these are empty: `wide` and `target` return the rows themselves, and `narrow` does nothing.
         let [mut widened_dy, mut widened_x, mut out] = [(); 3].map(|()| scratch::<E>(cols));
         for r in 0..x.len() / cols {
             let (dy, x, dx) = (&dy[r * cols..][..cols], &x[r * cols..][..cols], &mut dx[r * cols..][..cols]);

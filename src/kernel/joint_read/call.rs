@@ -1,6 +1,7 @@
 //! The read of hyper-connections on tensors of the CPU; threads share the positions.
 
-use super::{forward as forward_positions, share_gradients, stream_gradients, Divisor, JointResults};
+use super::{backward as backward_positions, forward as forward_positions};
+use super::{Divisor, JointGiven, JointResults, JointSums};
 use crate::cpu::parallel::{self, numbers, Shared};
 use crate::cpu::{Accumulator, Element};
 use crate::error::Result;
@@ -66,57 +67,70 @@ pub fn forward(
     })
 }
 
-/// Writes dp to `dp` (positions, n).
-pub fn gradient_of_shares(shape: ReadShape, dx: &Tensor, h: &Tensor, dp: &Tensor) -> Result<()> {
-    let ReadShape { positions, n, d, .. } = shape;
-    let (stored, computed) = (h.kind(), accumulation(h.kind()));
-    let dx = View::of_rows(dx, stored, [positions, d])?;
-    let (h, dp) = (View::of_rows(h, stored, [positions, n * d])?, View::of_rows(dp, computed, [positions, n])?);
-    by_dtype!(h, E => {
-        // SAFETY: as in `forward`.
-        let (dx, h_all, dp) = unsafe {
-            (dx.slice::<E>(), h.slice::<E>(), Shared::new(dp.slice_mut::<<E as Element>::Acc>()))
-        };
-        let (n, d) = (n as usize, d as usize);
-        parallel::over_rows(h.rows(), n * d, |rows, of_h| {
-            // SAFETY: each range of positions writes its own numbers.
-            let dp = unsafe { dp.slice(numbers(&rows, n)) };
-            share_gradients::<E>(&dx[numbers(&rows, d)], &h_all[of_h], n, d, dp);
-        });
-        Ok(())
-    })
+/// The tensors from which the gradients of a read are computed: dx, the streams, dh′ and the gradient of m if there are
+/// ones, W, and what the forward pass has written: m, σ(s m₀ + b), r and c/⟨dm, m⟩.
+pub struct Saved<'a> {
+    pub dx: &'a Tensor,
+    pub h: &'a Tensor,
+    pub written: Option<&'a Tensor>,
+    pub dm: Option<&'a Tensor>,
+    pub weight: &'a Tensor,
+    pub forward: [&'a Tensor; 4],
 }
 
-/// Writes the streams' gradient to `dh`, given dx, the streams, dh′ if there is one, and [W, r·dm, p, c].
-pub fn gradient_of_streams(
+/// Writes the streams' gradient to `dh`, and adds those of W, s and b to `sums`, which begin with zeros.
+pub fn backward(
     shape: ReadShape,
-    dx: &Tensor,
-    h: &Tensor,
-    written: Option<&Tensor>,
-    [w, steps, p, c]: [&Tensor; 4],
+    saved: &Saved,
+    [scale, eps]: [f64; 2],
     dh: &Tensor,
+    sums: [&Tensor; 3],
 ) -> Result<()> {
     let ReadShape { positions, n, d, rows } = shape;
-    let (stored, computed) = (h.kind(), accumulation(h.kind()));
+    let (stored, computed) = (saved.h.kind(), accumulation(saved.h.kind()));
     let view = |t: &Tensor, kind: Kind, cols: i64| View::of_rows(t, kind, [positions, cols]);
-    let written = written.map(|t| view(t, stored, n * d)).transpose()?;
-    let (dx, h, dh) = (view(dx, stored, d)?, view(h, stored, n * d)?, view(dh, stored, n * d)?);
-    let w = View::of_rows(w, computed, [rows, n * d])?;
-    let (steps, p, c) = (view(steps, computed, rows)?, view(p, computed, n)?, view(c, computed, 1)?);
+    let (dx, h, dh) = (view(saved.dx, stored, d)?, view(saved.h, stored, n * d)?, view(dh, stored, n * d)?);
+    let written = saved.written.map(|t| view(t, stored, n * d)).transpose()?;
+    let dm = saved.dm.map(|t| view(t, computed, rows)).transpose()?;
+    let w = View::of_rows(saved.weight, computed, [rows, n * d])?;
+    let [mixes, sigmoids, scales, slopes] = saved.forward;
+    let (mixes, sigmoids) = (view(mixes, computed, rows)?, view(sigmoids, computed, n)?);
+    let (scales, slopes) = (view(scales, computed, 1)?, view(slopes, computed, 1)?);
+    let [dw, dscale, dbias] = sums;
+    let dw = View::of_rows(dw, computed, [rows, n * d])?;
+    let (dscale, dbias) = (View::of_rows(dscale, computed, [1, 1])?, View::of_rows(dbias, computed, [1, n])?);
     by_dtype!(h, E => {
         // SAFETY: as in `forward`.
-        let (dx, h_all, written, w, steps, p, c, dh) = unsafe {
-            (dx.slice::<E>(), h.slice::<E>(), written.map(|t| t.slice::<E>()), w.slice(), steps.slice(), p.slice(),
-             c.slice(), Shared::new(dh.slice_mut::<E>()))
+        let (all, w, dh, dw, dscale, dbias) = unsafe {
+            let all = JointGiven::<E> {
+                dx: dx.slice(),
+                h: h.slice(),
+                written: written.map(|t| t.slice()),
+                dm: dm.map(|t| t.slice()),
+                mixes: mixes.slice(),
+                sigmoids: sigmoids.slice(),
+                scales: scales.slice(),
+                slopes: slopes.slice(),
+            };
+            (all, w.slice(), Shared::new(dh.slice_mut::<E>()), dw.slice_mut(), dscale.slice_mut(), dbias.slice_mut())
         };
+        let number = <<E as Element>::Acc as Accumulator>::from_f64;
         let (n, d, k) = (n as usize, d as usize, rows as usize);
-        parallel::over_rows(h.rows(), n * d, |rows, of_rows| {
+        parallel::sum_over_rows(h.rows(), n * d, [dw, dscale, dbias], |rows, of_h, [weight, scale_sum, bias]| {
             // SAFETY: each range of positions writes its own numbers.
-            let dh = unsafe { dh.slice(of_rows.clone()) };
-            let written = written.map(|all| &all[of_rows.clone()]);
-            let (dx, p) = (&dx[numbers(&rows, d)], &p[numbers(&rows, n)]);
-            let steps = &steps[numbers(&rows, k)];
-            stream_gradients::<E>(dx, &h_all[of_rows], written, w, steps, p, &c[rows], d, dh);
+            let dh = unsafe { dh.slice(of_h.clone()) };
+            let given = JointGiven {
+                dx: &all.dx[numbers(&rows, d)],
+                h: &all.h[of_h.clone()],
+                written: all.written.map(|t| &t[of_h.clone()]),
+                dm: all.dm.map(|t| &t[numbers(&rows, k)]),
+                mixes: &all.mixes[numbers(&rows, k)],
+                sigmoids: &all.sigmoids[numbers(&rows, n)],
+                scales: &all.scales[rows.clone()],
+                slopes: &all.slopes[rows],
+            };
+            let sums = JointSums { weight, scale: scale_sum, bias };
+            backward_positions::<E>(given, w, number(scale), number(eps), dh, sums);
         });
         Ok(())
     })

@@ -372,7 +372,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
     /// Writes the sums; a slice is empty if its gradient is not wanted.
     pub fn finish(&self, dweight: &mut [A], dbias: &mut [A]) {
         match dweight {
-            // A gain; see `new`.
+            // One number for several columns is a gain.
             [dgain] if self.cols > 1 => *dgain = self.dgain,
             _ => dweight.copy_from_slice(&self.dcolumns[..dweight.len()]),
         }
