@@ -3,8 +3,10 @@
 import contextlib
 import csv
 import dataclasses
+import functools
 import html
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -24,6 +26,7 @@ import torch
 
 import normformer_rs as nfrs
 from normformer_rs import cli
+from normformer_rs.norms import Parameter
 from normformer_rs.reproduce.results import RECIPE
 from normformer_rs.reproduce.runs import folder_of
 from normformer_rs.reproduce.spread import difference
@@ -331,6 +334,48 @@ def test_rows_of_other_options_are_stale():
 def test_evaluations_translate_only_for_what_depends_on_bleu(options, beam):
     study = Study(arms={"pre": {**ARMS["pre"], **options}}, options=SMALL, updates=5)
     assert study.row(study.cells[0], 1e-3, 1).options.get("evaluation_beam") == beam
+
+
+class Edited(nfrs.Norm):
+    """A norm of one's own, of which the test makes another version."""
+
+    name, parameters = "mine-of-a-study", {"weight": Parameter()}
+
+    def normalize(self, x, weight):
+        return weight * x
+
+
+def test_a_row_knows_the_source_of_ones_own_norm(monkeypatch):
+    def recipe(norm):
+        study = Study(arms={"mine": {"norm": norm}}, options=SMALL, updates=5)
+        return study.row(study.cells[0], 1e-3, 1).recipe
+
+    before = [recipe(Edited), recipe(Edited())]
+    assert before == [recipe(Edited), recipe(Edited())]
+    source = inspect.getsource
+    monkeypatch.setattr(inspect, "getsource", lambda kind: source(kind).replace("weight * x", "0.01 * weight * x"))
+    assert before[0] != recipe(Edited) and before[1] != recipe(Edited())
+
+
+def test_a_function_is_known_by_what_it_captures():
+    def study_of(factor):
+        def inner(model):
+            return model, factor
+
+        bound = functools.partial(inner)
+        study = Study(arms={"f": lambda model: bound(inner(model)), "g": bound}, updates=5, text="own loop")
+        return [study.row(cell, 1e-3, 1).recipe for cell in study.cells]
+
+    assert study_of(1) == study_of(1), "addresses of functions are no part of them"
+    assert study_of(1)[0] != study_of(2)[0] and study_of(1)[1] != study_of(2)[1]
+
+
+@pytest.mark.parametrize("bad", [{"d_model": 18, "heads": 4}, {"dropout": 1.5}, {"residual": "prenorm*3"}])
+def test_arms_are_checked_before_the_first_run(bad, tmp_path):
+    study = Study(arms={"a": {}, "c": bad}, options={**SMALL, "decoder_layers": 2}, updates=2, lr=[1e-3], text="demo")
+    with pytest.raises(nfrs.InputError, match=r"^arm c: "):
+        study.run(tmp_path / "study", progress=False)
+    assert not [*tmp_path.glob("study/runs/*")], "no arm was trained"
 
 
 def test_another_version_trains_anew(monkeypatch):

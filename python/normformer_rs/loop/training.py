@@ -83,6 +83,11 @@ class Trainer:
         for sentence in warnings_of(self.model, self.training, parameters, self.chosen):
             logger.warning(sentence)
 
+    def check(self) -> None:
+        """Checks the options of model and training, without the data. Errors: InputError for contradictions."""
+        with using(*own_norms(self.model.asdict())):
+            _core.check_options(*self._json()[:2])
+
     def dry_run(self) -> DryRun:
         """Reads the data and computes the size of the run, without training. Errors as for `fit`."""
         with using(*own_norms(self.model.asdict())):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..errors import InputError
 from ..loop.progress import write
 from ..reproduce.command import measure
 from ..reproduce.corpora import CORPORA
@@ -74,9 +75,16 @@ def make(study: Study, results: Results, runs: "Runs", only: Sequence[str], max_
     """Makes the rows that are missing, together with other processes. Returns False if `max_hours` were over before all
     rows were made.
 
-    Errors: as `Runs.run`.
+    Errors: as `Runs.run`; InputError that names the arm, before any run, for options that contradict each other.
     """
+    from ..reproduce.runs import trainer_of
+
     cells = [cell for cell in study.cells if cell.key["arm"] in only or not only]
+    for cell in cells:
+        try:
+            trainer_of({**study.corpus[1].options, **study.row(cell, study.lr[0], 1).options}, {}, "cpu").check()
+        except InputError as error:
+            raise InputError(f"arm {cell.name}: {error}") from error
     ends = time.monotonic() + 3600 * max_hours
     for seed in range(1, study.seeds + 1):
         tuning = [row for cell in cells for row in study.tuning(cell, seed)]
