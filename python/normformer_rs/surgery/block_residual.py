@@ -20,7 +20,7 @@ from ..nn.scheme import Sublayer
 from ..nn.step_hooks import Growing
 from .blocks import is_transposed, like_of, path_of, projection, width_into
 from .calls import BlockCalls, begin_call, call_of, end_call
-from .converted import residual_of
+from .converted import names_of, residual_of
 from .marker import mark_module
 from .record import exchanged, rebuilt, stream_in, tensors_in
 from .residual_stream import Pass, Stream, bare
@@ -306,7 +306,7 @@ class BlockResidual(Growing):
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the output of the block's own forward, with the scheme."""
-        return run_on_stream(self, type(self._block[0])._nfrs_names, forward, args, kwargs)
+        return run_on_stream(self, names_of(self._block[0]), forward, args, kwargs)
 
     def read(self, i: int, streams: Streams, norm: nn.Module | None) -> Tensor:
         """Returns the tensor that sublayer i reads. `norm`: the block's own norm, if the sublayer reads through one."""

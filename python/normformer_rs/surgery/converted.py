@@ -49,6 +49,12 @@ class StreamBlock(Converted):
         return residual_of(self).run(functools.partial(type(self)._nfrs_kind.forward, self), args, kwargs)
 
 
+def names_of(block: Any) -> tuple[str, ...]:
+    """Returns the names of the arguments of a StreamBlock's forward."""
+    names: tuple[str, ...] = type(block)._nfrs_names
+    return names
+
+
 _MADE: dict[tuple[Any, Any], Any] = {}
 
 

@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..nn.interpreter import Streams, open_streams
 from .block_residual import BlockResidual, run_on_stream
 from .blocks import STRUCTURES
-from .converted import residual_of
+from .converted import names_of, residual_of
 from .residual_stream import Stream
 from .stack_residual import StackResidual
 from .structure import Structure, Unaccounted
@@ -80,7 +80,7 @@ class LoopResidual(nn.Module):
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the output of the module's own forward."""
-        names: Any = type(self._owner[0])._nfrs_names
+        names = names_of(self._owner[0])
         return run_on_stream(self, names, forward, args, kwargs)
 
     def read(self, i: int, streams: Streams, norm: nn.Module | None) -> Tensor:

@@ -253,7 +253,7 @@ class StackCalls:
         width = self.stack.width if layer < 0 or not self.stack.is_wide else None
         rows = (t for t in tensors_in(output) if t.is_floating_point() and width in (None, t.shape[-1]))
         # if no layer has run, or compiled ones have, the output's first tensor of that width is the hidden state
-        hidden = call.last[0] if call.last is not None else next(rows, None)
+        hidden: Any = call.last[0] if call.last is not None else next(rows, None)
         # Without a layer that has run, the call may not concern the stack: an encoder's, without the decoder.
         is_elsewhere = layer >= 0 and all(t is not hidden for t in tensors_in(output))
         if output is not None and is_elsewhere and (self.stack.end or self.stack.is_wide):
