@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import json
+import tokenize
 from typing import Any, NamedTuple
 
 Options = dict[str, Any]
@@ -33,7 +34,7 @@ def source(value: Any) -> str:
     prompt."""
     try:
         return inspect.getsource(value)
-    except (OSError, TypeError):
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # the last two where the file has changed
         name = getattr(value, "__qualname__", type(value).__qualname__)
         return f"{getattr(value, '__module__', '')}.{name}"
 
