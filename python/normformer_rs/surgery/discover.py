@@ -96,6 +96,7 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
     # a list around a stack is no fault
     unknown = {path: why for path, why in unknown.items() if not any(_is_below(one, path) for one in stack_paths)}
     unknown |= refused
+    has_blocks = bool(groups)
     if found is not None:
         groups = [_with_end(group, found) for group in _joined(model, groups, found)]
         groups = _without_mixed(groups, found, unknown)
@@ -109,7 +110,7 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
             groups.append(group if found is None else _with_end(group, found))
         except Unaccounted as reason:
             unknown[path] = f"{named(block)}: {reason}"
-    if not groups and not unknown and found is not None:
+    if not groups and not has_blocks and found is not None:
         groups = _loops(model, candidates, example)
     if not groups:
         if found is None and why:
