@@ -218,8 +218,17 @@ def test_the_latest_pass_counts():
     assert watch.readings == alone.readings
 
 
-def test_errors_of_a_pass_are_raised(monkeypatch):
+def test_probes_nest_and_are_not_copied():
     model, _, batch = built()
+    with Probe(model) as outer:
+        with Probe(model) as inner, torch.no_grad():
+            model(*batch)
+        assert copy.deepcopy(model)._heard is None
+    assert outer.readings == inner.readings and len(inner.readings.of("logit")) == 2 and model._heard is None
+
+
+def test_errors_of_a_pass_are_raised(monkeypatch):
+    model, _, batch = built(architecture="encoder-decoder")
 
     def fail(*_):
         raise InputError("stopped here")
@@ -229,4 +238,10 @@ def test_errors_of_a_pass_are_raised(monkeypatch):
         probe(model, batch)
     monkeypatch.undo()
     assert model._heard is None
-    assert len(probe(model, batch).of("logit")) == 2
+    watch = Probe(model)
+    with watch, torch.no_grad():
+        with monkeypatch.context() as patched, pytest.raises(InputError):
+            patched.setattr(Probe, "_product", fail)
+            model(*batch)
+        model(*batch)
+    assert watch.readings.of("logit") == pytest.approx(probe(model, batch).of("logit"))

@@ -170,8 +170,18 @@ class Bare(Pre):
 
 @pytest.mark.parametrize("scheme", ["deepnorm", "peri-ln"])
 def test_a_stack_has_layers_of_one_form(scheme):
+    def mixed():
+        return made(lambda: Model([Pre(), Bare(), Pre()]))
+
     with pytest.raises(InputError, match=r"the stream goes from layers\.0 straight to layers\.1, whose layers are not"):
-        nfrs.swap_residuals(made(lambda: Model([Pre(), Bare(), Pre()])), scheme, init=None, example=TOKENS)
+        nfrs.swap_residuals(mixed(), scheme, init=None, example=TOKENS)
+    model = mixed()
+    swapped(model, "postnorm")  # it treats each layer for itself
+    x = model.embedding(TOKENS)
+    for layer in model.layers:
+        x = x if isinstance(layer, Bare) else layer.n1(x + layer.attn(x))
+        x = layer.n2(x + layer.mlp(x))
+    near(model(TOKENS), model.head(x))
 
     class TwoLists(Model):  # of which one runs several times
         def __init__(self):
@@ -311,6 +321,14 @@ def test_what_follows_a_last_layer_that_did_not_run():
     with pytest.raises(InputError, match="the last of 3 layers did not run, and prenorm does something after it"):
         model(TOKENS, (2,))
 
+    class Loss(Model):
+        def forward(self, tokens, only_loss=False):
+            return self.embedding(tokens).mean() if only_loss else super().forward(tokens)
+
+    model = made(lambda: Loss(Pre() for _ in range(LAYERS)))
+    swapped(model, "mhc")
+    near(model(TOKENS, True), model.embedding(TOKENS).mean())
+
     class Dictionary(nn.Module):  # nanoGPT's layout, whose dictionary is never called
         def __init__(self):
             super().__init__()
@@ -346,6 +364,9 @@ def test_a_shared_block_runs_as_often_as_in_the_run():
     swapped(model, "resi-dual")
     with pytest.raises(InputError, match="a block ran more than 3 times"):
         model(TOKENS, 5)
+    model = made(lambda: Looped([Pre()]))
+    swapped(model, "peri-ln")  # the model's own norm ends it
+    assert model(TOKENS, 5).isfinite().all()
 
 
 def test_checkpoints_inside_a_block():
@@ -384,8 +405,32 @@ def test_checkpoints_inside_a_block():
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     near(gradients[1], gradients[0])
     Read.form = True
-    with pytest.raises(InputError, match="where gradients are off, as within a reentrant checkpoint"):
+    with pytest.raises(InputError, match="uses its residual stream within a reentrant checkpoint"):
         model(TOKENS)
+
+    class Branch(Pre):  # only the branch is checkpointed
+        is_on = False
+
+        def forward(self, x):
+            x = x + self.attn(self.n1(x))
+            branch = lambda z: self.mlp(self.n2(z))  # noqa: E731
+            return x + (checkpoint(branch, x, use_reentrant=True) if self.is_on else branch(x))
+
+    model = made(lambda: Model(Branch() for _ in range(3))).train()
+    swapped(model, "sandwich")
+    Branch.is_on = True
+    with pytest.raises(InputError, match="within a reentrant checkpoint"):
+        model(TOKENS)
+
+    class Frozen(Pre):
+        def forward(self, x):
+            with torch.no_grad():
+                x = x + self.attn(self.n1(x))
+            return x + self.mlp(self.n2(x))
+
+    model = made(lambda: Model(Frozen() for _ in range(LAYERS))).train()
+    swapped(model, "sandwich")
+    model(TOKENS).sum().backward()
 
 
 def test_what_cannot_be_told_apart_is_refused():
@@ -405,8 +450,12 @@ def test_what_cannot_be_told_apart_is_refused():
                 x = layer(x, x0)
             return self.head(x)
 
-    with pytest.raises(InputError, match="its input is also its argument x0"):
+    with pytest.raises(InputError, match=r"layers\.0, an Injected, gets its input as its argument x0, too"):
         nfrs.swap_residuals(made(lambda: Aliased(Injected() for _ in range(3))), "prenorm", init=None, example=TOKENS)
+
+
+def test_a_branch_may_read_what_an_earlier_one_has_made():
+    """Its norm is still its own."""
 
     class Reused(Pre):
         def __init__(self):
@@ -418,8 +467,14 @@ def test_what_cannot_be_told_apart_is_refused():
             x = x + a
             return x + self.mlp(self.n2(x) + self.of_attention(a))
 
-    with pytest.raises(InputError, match="a branch reads the stream through n1, the norm of an earlier branch"):
-        nfrs.swap_residuals(made(lambda: Model(Reused() for _ in range(3))), "postnorm", init=None, example=TOKENS)
+    model = made(lambda: Model(Reused() for _ in range(LAYERS)))
+    swapped(model, "postnorm")
+    x = model.embedding(TOKENS)
+    for layer in model.layers:
+        a = layer.attn(x)
+        x = layer.n1(x + a)
+        x = layer.n2(x + layer.mlp(x + layer.of_attention(a)))
+    near(model(TOKENS), model.head(x))
 
 
 def test_modules_keep_attributes_of_any_name():

@@ -369,6 +369,29 @@ def test_a_function_is_known_by_what_it_captures():
     assert study_of(1) == study_of(1), "addresses of functions are no part of them"
     assert study_of(1)[0] != study_of(2)[0] and study_of(1)[1] != study_of(2)[1]
 
+    class Swap:
+        def __init__(self, factor):
+            self.factors = [factor]
+
+        def __call__(self, model):
+            return model
+
+        def apply(self, model):
+            return model
+
+    def recipes(factor):
+        given = Swap(factor)
+        arms = {"object": given, "method": given.apply, "partial": functools.partial(Swap.apply, given)}
+        arms |= {
+            "default": lambda model, swap=given: swap(model),
+            "list": (lambda given: lambda m: given[0](m))([given]),
+        }
+        study = Study(arms=arms, updates=5, text="own loop")
+        return [study.row(cell, 1e-3, 1).recipe for cell in study.cells]
+
+    assert recipes(1) == recipes(1)
+    assert all(one != other for one, other in zip(recipes(1), recipes(2), strict=True))
+
 
 @pytest.mark.parametrize("bad", [{"d_model": 18, "heads": 4}, {"dropout": 1.5}, {"residual": "prenorm*3"}])
 def test_arms_are_checked_before_the_first_run(bad, tmp_path):

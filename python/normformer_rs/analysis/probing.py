@@ -166,8 +166,9 @@ class Probe:
     def __enter__(self) -> "Probe":
         self._passes = {}
         if isinstance(self.model, Transformer):
-            self.model._heard = self._hear
-            self._stack.callback(delattr, self.model, "_heard")
+            before = self.model._heard  # that of a probe around this one
+            self.model._heard = self._hear if before is None else lambda *event: (before(*event), self._hear(*event))
+            self._stack.callback(setattr, self.model, "_heard", before)
             return self
         for module, name in self._names.items():
             if module in self._layers:
@@ -293,15 +294,13 @@ class Probe:
         self._put(name, "layer", "rank", _effective_rank(y.detach().double()))
 
     def _hear(self, event: str, name: str, first_row: int, tensors: list[Tensor]) -> None:
-        """Measures what a pass of the loop's Transformer computes (`Listener` in src/bindings/model.rs)."""
+        """Measures what a pass of the loop's Transformer computes (`Listener` in src/bindings/listener.rs)."""
         with torch.no_grad():
-            if event == "layer input":
-                block = next(self._coming, None)
-                if block is None:  # the first layer of a pass
-                    self._coming = iter(self._layers)
-                    block = next(self._coming)
+            if event == "pass":
+                self._coming, self._within = iter(self._layers), []
+            elif event == "layer input":
                 (self._input,) = tensors
-                self._enter_block(block, (), {})
+                self._enter_block(next(self._coming), (), {})
             elif event == "layer":
                 self._layer(self._layers[self._within.pop()][0], self._input, *tensors)
             elif event == "norm":

@@ -44,7 +44,8 @@ class Transformer(Steered):
     config: TransformerConfig
     precision: str
     _heard: Callable[[str, str, int, list[Tensor]], None] | None = None
-    """Called with what each pass computes: the event, the parameter's or norm's name, a row, and tensors."""
+    """Called with what each pass computes: the event ("pass" as it begins), the parameter's or norm's name, a row, and
+    tensors."""
 
     def __init__(
         self,
@@ -94,6 +95,8 @@ class Transformer(Steered):
         self.take_over()
         names, tensors, precision = self._tensors()
         seed = self._draw(tensors[0].device) if self.training else None
+        if self._heard is not None:
+            self._heard("pass", "", 0, [])
         return _core.forward(self._options, names, tensors, source, target_input, seed, precision, self._heard)
 
     def profile(self, source: Tensor | None, target_input: Tensor) -> None:
@@ -141,6 +144,9 @@ class Transformer(Steered):
         if self._growing():
             self.remember_copies()
             follow_steps(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_heard"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -6,7 +6,6 @@ import hashlib
 import inspect
 import itertools
 import math
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -205,7 +204,7 @@ class Study:
             options = {**self._options[cache_key], "seed": seed}
         else:
             options = {**self.options, **cell.options, "lr": lr, "seed": seed, "updates": self.updates}
-            options |= {"function": _source(arm)} if callable(arm) else {}
+            options |= {"function": digest(_captured(arm, ()))} if callable(arm) else {}
         return Row({**cell.key, "lr": f"{lr:g}"}, options, self.corpus[0], version=__version__)
 
     def tuning(self, cell: Cell, number: int) -> list[Row]:
@@ -288,25 +287,39 @@ class Study:
 
 def _source(function: Any, seen: tuple[Any, ...] = ()) -> str:
     """Returns a digest of a function's source, defaults and captured values. The digest is part of a row's options, so
-    that rows measured with an earlier version of the function are not reused. `seen`: functions that capture this
-    one."""
-    if isinstance(function, functools.partial):
-        given = [*function.args, *(pair for pair in sorted(function.keywords.items()))]
-        return digest([_source(function.func, seen), *(_captured(value, seen) for value in given)])
+    that rows measured with an earlier version of the function are not reused. `seen`: the values around this one."""
     seen = (*seen, function)
     captured = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     defaults = getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None)
-    return digest([source(function), repr(defaults), *(_captured(value, seen) for value in captured)])
+    return digest([source(function), _captured([*defaults, *captured], seen)])
 
 
-def _captured(value: Any, seen: tuple[Any, ...]) -> str:
-    """Returns a text that is the same in each process for equal values: a function's digest, or a representation
-    without addresses."""
+def _captured(value: Any, seen: tuple[Any, ...]) -> Any:
+    """Returns a description of a value that is equal in each process for equal values. An object is described by its
+    class's source and its attributes."""
     if any(value is one for one in seen):
         return "itself"
-    if inspect.isfunction(value) or isinstance(value, functools.partial):
+    if inspect.isfunction(value):
         return _source(value, seen)
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    seen = (*seen, value)
+
+    def each(values: Any) -> list[Any]:
+        return [_captured(one, seen) for one in values]
+
+    if inspect.ismethod(value):
+        return each((value.__func__, value.__self__))
+    if isinstance(value, functools.partial):
+        return each((value.func, value.args, value.keywords))
+    if isinstance(value, (list, tuple)):
+        return each(value)
+    if isinstance(value, Mapping):
+        return [each(pair) for pair in value.items()]
+    if isinstance(value, type):
+        return [source(value), value.__qualname__]
+    text = repr(value)
+    if f"{id(value):x}" in text and hasattr(value, "__dict__"):  # the default representation, an address
+        return [source(type(value)), each(vars(value).items())]
+    return text
 
 
 def _count(options: Options, name: str) -> int:

@@ -191,6 +191,8 @@ class Group(NamedTuple):
     """How often one run of the model calls the holder. Each call begins and ends the stack."""
     loop: nn.Module | None = None
     """The module whose forward runs through all layers, if the blocks are views of it (`loops.py`). Else None."""
+    shares_stream: str = ""
+    """If the stream also passes through blocks of another group, such as those of another form: where. Else empty."""
 
     @property
     def has_memory(self) -> bool:

@@ -66,18 +66,17 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
     stack_paths: list[str] = []
     refused: Unknown = {}
     listed: set[nn.Module] = set()  # the blocks of the lists so far
-    for path, entries in candidates:
+    for path, entries in _without_parts(candidates):
         if any(_is_below(path, one) for one in stack_paths):  # a list inside a block
-            continue
-        again = [entry for _, entry in entries if entry in listed]
-        if len(again) == len(entries):  # another list of the same blocks
             continue
         members, reasons = _examine(entries, found, why)
         reason = None if members else next(iter(reasons.values()))  # that of the first entry speaks for the list
         if reason is None and found is not None and (stage := _stage(path, members, candidates, found)):
             not_residual[path] = stage
+        elif reason is None and (twin := _twin_of_some(members)):
+            raise InputError(f"{path}.{twin}")
         elif reason is None:
-            if again:
+            if listed & {*members.values()}:
                 raise InputError(
                     f"{path} shares some of its blocks with another list, so that their order in a stack is not known: "
                     "pass the part of the model that has one list of them"
@@ -96,10 +95,8 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
     # a list around a stack is no fault
     unknown = {path: why for path, why in unknown.items() if not any(_is_below(one, path) for one in stack_paths)}
     unknown |= refused
-    has_blocks = bool(groups)
     if found is not None:
-        groups = [_with_end(group, found) for group in _joined(model, groups, found)]
-        groups = _without_mixed(groups, found, unknown)
+        groups = _noted_mixed([_with_end(group, found) for group in _joined(model, groups, found)], found)
     for group in singles:
         (path,), (block,) = group.names, group.blocks
         if any(block in other.blocks for other in groups):
@@ -110,7 +107,7 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
             groups.append(group if found is None else _with_end(group, found))
         except Unaccounted as reason:
             unknown[path] = f"{named(block)}: {reason}"
-    if not groups and not has_blocks and found is not None:
+    if not groups and found is not None:
         groups = _loops(model, candidates, example)
     if not groups:
         if found is None and why:
@@ -203,10 +200,33 @@ def _joined(model: nn.Module, groups: list[Group], found: Record) -> list[Group]
     return joined
 
 
-def _without_mixed(groups: list[Group], found: Record, unknown: Unknown) -> list[Group]:
-    """Returns the groups whose stream no other group shares. Notes the others in `unknown`: a scheme's stack has layers
-    that are alike, and one depth."""
-    mixed: list[Group] = []
+def _without_parts(candidates: Any) -> list[tuple[str, list[tuple[str, nn.Module]]]]:
+    """Returns the candidates without lists whose entries another list has as well, the earlier or the longer one."""
+    sets = [{entry for _, entry in entries} for _, entries in candidates]
+
+    def is_part(i: int) -> bool:
+        return any(sets[i] < other or (sets[i] == other and j < i) for j, other in enumerate(sets))
+
+    return [candidate for i, candidate in enumerate(candidates) if not is_part(i)]
+
+
+def _twin_of_some(blocks: dict[str, nn.Module]) -> str:
+    """Returns the reason why blocks are refused of which some, but not all, get their input twice; "" if there are
+    none. What those read through the second argument is the stream for one block, and not for the next."""
+    twins = {name: STRUCTURES[block].twin for name, block in blocks.items() if block in STRUCTURES}
+    name = next((name for name, twin in twins.items() if twin is not None), None)
+    if name is None or None not in twins.values():
+        return ""
+    return (
+        f"{name}, {named(blocks[name])}, gets its input as its argument {twins[name]}, too, and other blocks get "
+        "another tensor there: pass a clone"
+    )
+
+
+def _noted_mixed(groups: list[Group], found: Record) -> list[Group]:
+    """Returns the groups, with a note in those whose stream comes from another group or goes on to one: a scheme's
+    stack has layers that are alike, and one depth."""
+    notes: dict[int, str] = {}
     for group, other in itertools.permutations(groups, 2):
         after = {call.x: block for block in other.blocks for call in found.calls.get(block, ())}
         for block in group.blocks:
@@ -215,11 +235,9 @@ def _without_mixed(groups: list[Group], found: Record, unknown: Unknown) -> list
                 continue
             names = [one.names[one.blocks.index(of)] for one, of in ((group, block), (other, follower))]
             why = f"the stream goes from {names[0]} straight to {names[1]}, whose layers are not alike"
-            mixed += [group, other]
-            unknown.setdefault(group.path, why)
-            unknown.setdefault(other.path, why)
+            notes = {id(group): why, id(other): why} | notes
             break
-    return [group for group in groups if group not in mixed]
+    return [group._replace(shares_stream=notes.get(id(group), "")) for group in groups]
 
 
 def _follows(group: Group, before: Group, found: Record) -> bool:

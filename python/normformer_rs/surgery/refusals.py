@@ -1,6 +1,6 @@
 """Refuses blocks and schemes that `swap_residuals` cannot convert, before anything changes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -67,6 +67,11 @@ def refuse(group: Group, place: Place, to: Any) -> None:
             f"{name}, the norm after {group.path}, also norms the output of a block before "
             f"the last, which has several tensors under {to}: choose a scheme that has only x"
         )
+    if group.shares_stream and not _is_local(place):
+        raise InputError(
+            f"{group.shares_stream}, and {to} depends on the number of layers, or does something before the first or "
+            "after the last: choose a scheme that treats each layer for itself"
+        )
     has_end = any(change.kind == "norm" for change in place.declared.end)
     if group.end is not None and not has_end and group.end.early:
         name = f"{group.end.path}.{group.end.name}".lstrip(".")
@@ -91,6 +96,20 @@ def refuse(group: Group, place: Place, to: Any) -> None:
         )
 
 
+def _is_local(place: Place) -> bool:
+    """Returns whether a scheme treats each layer for itself, whatever the depth of the stack."""
+    declared = place.declared
+    depths = {"encoder_layers": 2 * place.depth + 1, "decoder_layers": 2 * place.depth + 1}
+    deeper = Place(place.config.replace(**depths), place.stack, kinds=place.kinds).declared
+    of_stack = declared.begin or declared.end or declared.growth or StackResidual.carries_more(place)
+    return not of_stack and len(_forms((*declared.layers, *deeper.layers))) == 1
+
+
+def _forms(layers: Iterable[Any]) -> set[str]:
+    """Returns the different forms of layers that a scheme declares. To be the stack's last one is no difference."""
+    return {repr(layer).replace("last=True", "last=False") for layer in layers}
+
+
 def refuse_roles(group: Group, init: str | None) -> None:
     """Raises InputError if blocks are to be re-initialised (`init` is not None) and a matrix's role is unknown."""
     way = "init=None keeps their weights"
@@ -111,8 +130,7 @@ def refuse_roles(group: Group, init: str | None) -> None:
 def _refuse_shared(group: Group, place: Place, to: Any) -> None:
     """Raises InputError if layers share a block and the scheme treats layers differently, or if the scheme has
     something for a whole pass through the stack, and its begin and end are not seen."""
-    # the distinct layers of the scheme; being the last one is no difference
-    layers = {repr(layer).replace("last=True", "last=False") for layer in place.declared.layers}
+    layers = _forms(place.declared.layers)
     growth = place.declared.growth is not None and place.declared.growth.by_layer
     shared = next((b for b in group.blocks if structure_of(b).calls > 1), None)
     if shared is not None and len(group.blocks) > 1:

@@ -6,6 +6,7 @@ scheme calls them.
 """
 
 import functools
+import inspect
 from typing import Any, ClassVar
 
 import torch
@@ -77,6 +78,20 @@ class Pass:
             number %= self.totals[what, written]
         self.seen[what, written] = number + 1
         return self.recorded[written], number
+
+    def refuse_reentrant(self) -> None:
+        """Raises InputError within a reentrant checkpoint that has begun during this call, since its second run would
+        not reach the stream's gradients."""
+        if self.is_over or not self.has_gradients or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        frame = inspect.currentframe()
+        while frame is not None:
+            if frame.f_code.co_name == "forward" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+                raise InputError(
+                    f"{self.residual.described()} uses its residual stream within a reentrant checkpoint, and "
+                    "gradients would be lost: use use_reentrant=False, or checkpoint the whole block"
+                )
+            frame = frame.f_back
 
     def end(self) -> None:
         """Ends the call. From then on, only recomputations use its streams."""
@@ -281,6 +296,7 @@ def read(stream: Stream, norm: nn.Module | None = None) -> Tensor:
     run = stream.under_way
     if stream.written >= len(run.writes) or stream.parallel is not None or _is_used_after_call((stream,)):
         return bare(stream)
+    run.refuse_reentrant()
     if norm is None and run.residual.parts[run.writes[stream.written]].before is None:
         value = _numbers(stream)
     else:
@@ -304,12 +320,7 @@ def write(stream: Stream, f: Tensor) -> Stream:
                 f"{run.residual.described()} went another way than in the run that it was swapped by: it adds to its "
                 "residual stream as it was before an earlier addition. Swap with an example that goes this way"
             )
-        if run.has_gradients and not torch.is_grad_enabled():
-            raise InputError(
-                f"{run.residual.described()} adds to its residual stream where gradients are off, as within a "
-                "reentrant checkpoint, and the branch's gradients would be lost: use use_reentrant=False, or "
-                "checkpoint the whole block"
-            )
+        run.refuse_reentrant()
         run.written = number + 1
     f = f if stream.parallel is None else stream.parallel + f
     # if the next branch belongs to the same sublayer, the scheme gets their sum

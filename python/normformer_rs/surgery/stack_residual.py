@@ -114,7 +114,7 @@ class StackResidual(Growing):
         layer = own
         if is_shared:
             layer = 0 if call.last is None else call.last[1] + 1  # `last`: (hidden state, layer)
-            if needs_layer and layer >= self.place.depth:
+            if (self.is_wide or self.end) and layer >= self.place.depth:
                 raise InputError(
                     f"a block ran more than {self.place.depth} times, as often as when the model was swapped, and "
                     f"{self.place.config.residual} does something after the last of them: swap with an example that "
@@ -250,12 +250,14 @@ class StackCalls:
         if call is None or self._is_finished(call):
             return None
         layer = self._layer(call)
-        width = self.stack.width if layer < 0 or not self.stack.is_wide else None
-        rows = (t for t in tensors_in(output) if t.is_floating_point() and width in (None, t.shape[-1]))
-        # if no layer has run, or compiled ones have, the output's first tensor of that width is the hidden state
-        hidden: Any = call.last[0] if call.last is not None else next(rows, None)
+        is_packed = layer >= 0 and self.stack.is_wide
+        rows = [t for t in tensors_in(output) if t.is_floating_point() and t.dim() > 1]
+        rows = [t for t in rows if (t.shape[-1] != self.stack.width) == is_packed]
+        # if no layer has run, or compiled ones have, the hidden state is a tensor of its width
+        hidden: Any = call.last[0] if call.last is not None else next(iter(rows), None)
+        is_unclear = call.last is None and len(rows) > 1
         # Without a layer that has run, the call may not concern the stack: an encoder's, without the decoder.
-        is_elsewhere = layer >= 0 and all(t is not hidden for t in tensors_in(output))
+        is_elsewhere = layer >= 0 and (is_unclear or all(t is not hidden for t in tensors_in(output)))
         if output is not None and is_elsewhere and (self.stack.end or self.stack.is_wide):
             raise InputError(
                 f"the last of {self.stack.place.depth} layers did not run, and {self.stack.place.config.residual} does "

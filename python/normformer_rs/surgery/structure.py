@@ -83,6 +83,8 @@ class Structure(NamedTuple):
     """Whether the block reads its stream again after the last addition."""
     loop: tuple[int, ...] = ()
     """If the block is one layer of a loop (loops.py): the `writes` of the whole loop. Else empty."""
+    twin: str | None = None
+    """Another argument that is the block's input, too."""
     second: str | None = None
     """The argument that is a second stream, to which the block also adds branches, as MMDiT's text. A scheme leaves it
     as it is."""
@@ -223,11 +225,6 @@ class _Reader:
 
     def structure(self) -> Structure:
         """Returns the block's structure in this call. Errors: Unaccounted, InputError."""
-        if self.call.twin is not None:
-            raise Unaccounted(
-                f"its input is also its argument {self.call.twin}, and which of the two is the stream is not known: "
-                "pass a clone"
-            )
         steps = self.steps()
         self._refuse_functions()
         groups, writes = self._sublayers(steps)
@@ -238,7 +235,9 @@ class _Reader:
         width = self.call.shape[1 if channels_first else -1]
         result = Structure(parts, writes, reads, scales, channels_first, is_in_place=self._is_in_place(), width=width)
         result = result._replace(heads=self.heads, no_roles=self.roles.why, elsewhere=self._elsewhere(steps, parts))
-        return result._replace(reads_output=self._reads_output(), second=self._second_stream(steps))
+        return result._replace(
+            reads_output=self._reads_output(), second=self._second_stream(steps), twin=self.call.twin
+        )
 
     def _refuse_functions(self) -> None:
         """Raises Unaccounted if the stream is normed outside a module, by a function of torch or by a formula. A
@@ -502,11 +501,8 @@ class _Reader:
         nodes = [node for _, nodes, _ in reached for node in nodes]
         read = {k for keys, _, _ in reached for k in keys}
         norms = [node for node in nodes if node.what == "norm" and node.inputs[0] in read]
-        if again := next((node for node in norms if node.outputs[0] in self.normed), None):
-            raise Unaccounted(
-                f"a branch reads the stream through {self.paths[again.module]}, the norm of an earlier branch, as "
-                "where it reads that branch's result"
-            )
+        # a branch may also read what an earlier sublayer has read through its norm
+        norms = [node for node in norms if node.outputs[0] not in self.normed]
         self.normed |= {node.outputs[0] for node in norms}
         before = [*dict.fromkeys(self.paths[node.module] for node in norms)]
         reads_past_norm = [
