@@ -107,6 +107,14 @@ def test_compiled_blocks_end_their_stack(scheme, how):
         near(model(TOKENS), expected)
 
 
+def test_a_shared_block_is_not_compiled_alone_where_its_layer_counts():
+    model = made(lambda: Model([Pre()] * LAYERS))
+    swapped(model, "peri-ln")
+    model.layers[0].compile(backend="eager")
+    with torch.no_grad(), pytest.raises(InputError, match="compiled alone, and peri-ln must know which layer"):
+        model(TOKENS)
+
+
 def test_a_block_that_stands_in_the_list_three_times_is_three_layers():
     model = made(lambda: Model([Pre()] * LAYERS))
     swapped(model, "deepnorm")

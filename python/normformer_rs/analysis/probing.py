@@ -167,7 +167,13 @@ class Probe:
         self._passes = {}
         if isinstance(self.model, Transformer):
             before = self.model._heard  # that of a probe around this one
-            self.model._heard = self._hear if before is None else lambda *event: (before(*event), self._hear(*event))
+
+            def heard(event: str, name: str, first_row: int, tensors: list[Tensor]) -> None:
+                if before is not None:
+                    before(event, name, first_row, tensors)
+                self._hear(event, name, first_row, tensors)
+
+            self.model._heard = heard
             self._stack.callback(setattr, self.model, "_heard", before)
             return self
         for module, name in self._names.items():

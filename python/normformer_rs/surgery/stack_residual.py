@@ -107,8 +107,9 @@ class StackResidual(Growing):
             if known is None and (needs_layer or needs_begin):
                 why = f"{self.place.depth} layers share it" if is_shared else "the stack has run without its first"
                 raise InputError(
-                    f"a block runs outside the call of its stack, and {self.place.config.residual} must know which "
-                    f"layer it is ({why}): checkpoint it with use_reentrant=False, or call the whole stack"
+                    f"a block runs outside the call of its stack, or compiled alone, and {self.place.config.residual} "
+                    f"must know which layer it is ({why}): checkpoint it with use_reentrant=False, compile the whole "
+                    "model, or call the whole stack"
                 )
             return (own, own == 0) if known is None else known
         layer = own
