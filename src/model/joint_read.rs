@@ -6,7 +6,7 @@
 
 use super::sizes::{unit, unit_rms};
 use crate::error::Result;
-use crate::kernel::joint_read::call::{self as kernel, ReadShape, Saved};
+use crate::kernel::joint_read::call::{self as kernel, JointSaved, ReadShape};
 use crate::kernel::joint_read::Divisor;
 use crate::kernel::view::accumulation;
 use crate::norm::composed::accumulate;
@@ -101,7 +101,7 @@ impl Differentiable for JointReadNode {
         let [dweight, dscale, dbias] = [&weight, scale, bias].map(Tensor::f_zeros_like);
         let (dweight, dscale, dbias) = (dweight?, dscale?, dbias?);
         let (written, dm) = (written.as_ref(), dm.as_ref());
-        let saved = Saved { dx: &dx, h: &streams, written, dm, weight: &weight, forward };
+        let saved = JointSaved { dx: &dx, h: &streams, written, dm, weight: &weight, forward };
         let numbers = [scale.f_double_value(&[0])?, self.eps];
         kernel::backward(shape, &saved, numbers, &dh, [&dweight, &dscale, &dbias])?;
         Ok([dh, dweight, dscale, dbias].map(Some).into())

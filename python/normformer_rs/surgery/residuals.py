@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .. import nn as nfnn
 from ..config import ATTENTION, PARAMETRISATION, TransformerConfig
@@ -382,12 +381,17 @@ def _try(model: nn.Module, look: Look, seen: Mapping[bool, Observed], to: Any, g
     layers there do not have the roles that were found."""
     for training, old in seen.items():
         called: list[nn.Module] = []
-        # A hook of all modules, since a norm shares its own hooks with the identity that replaces it.
-        hook = register_module_forward_pre_hook(lambda one, _, to=called: to.append(one) if one in gone else None)
+
+        def note(one: nn.Module, _: Any, to: list[nn.Module] = called) -> None:
+            if one in gone:  # a norm shares its hooks with the identity that replaces it
+                to.append(one)
+
+        hooks = [module.register_forward_pre_hook(note) for module in gone]
         try:
             new = look(training, old.has_backward)
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
         if called:
             raise InputError(
                 f"{type(model).__name__} still calls {named(called[0])} that {to} removes: it holds it in a plain "

@@ -69,7 +69,7 @@ pub fn forward(
 
 /// The tensors from which the gradients of a read are computed: dx, the streams, dh′ and the gradient of m if there are
 /// ones, W, and what the forward pass has written: m, σ(s m₀ + b), r and c/⟨dm, m⟩.
-pub struct Saved<'a> {
+pub struct JointSaved<'a> {
     pub dx: &'a Tensor,
     pub h: &'a Tensor,
     pub written: Option<&'a Tensor>,
@@ -81,7 +81,7 @@ pub struct Saved<'a> {
 /// Writes the streams' gradient to `dh`, and adds those of W, s and b to `sums`, which begin with zeros.
 pub fn backward(
     shape: ReadShape,
-    saved: &Saved,
+    saved: &JointSaved,
     [scale, eps]: [f64; 2],
     dh: &Tensor,
     sums: [&Tensor; 3],
