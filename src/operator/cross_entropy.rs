@@ -7,8 +7,7 @@ use crate::error::{Error, Result};
 use crate::kernel::cross_entropy::call::{self as kernel, LossViews, Losses};
 use crate::kernel::cross_entropy::composed::composed;
 use crate::kernel::cross_entropy::{Smoothing, PROGRAM};
-use crate::kernel::view::accumulation;
-use crate::kernel::view::View;
+use crate::kernel::view::{accumulation, View};
 use tch::Tensor;
 
 static HANDLE: Handle = Handle::new("label_smoothed_cross_entropy");

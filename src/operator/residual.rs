@@ -9,8 +9,7 @@ use crate::error::{Error, Result};
 use crate::kernel::residual_step::{call as kernel, NO_NORM};
 use crate::kernel::rows::call::{RowGradients, RowViews};
 use crate::kernel::rows::curve::NUMBERS;
-use crate::kernel::view::accumulation;
-use crate::kernel::view::View;
+use crate::kernel::view::{accumulation, View};
 use crate::norm::operators::RowNormOpSpec;
 use tch::{Kind, Tensor};
 

@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from test_architecture import build
 
-import normformer_rs as nfrs
 from normformer_rs import InputError
 from normformer_rs.analysis import MEASURES, Probe, Readings, probe
 from reference import model as oracle
 
 NEAR = {"rel": 1e-6, "abs": 1e-9}
 D = 16
-SHAPE = {"vocab_size": 23, "d_model": D, "d_ff": 24, "heads": 4, "encoder_layers": 2, "decoder_layers": 2}
 SOURCES = torch.tensor([[5, 6, 7, 8, 9, 2], [10, 2, 1, 1, 1, 1], [11, 12, 13, 2, 1, 1]])
 TARGETS = torch.tensor([[0, 14, 15, 1], [0, 16, 17, 18], [0, 11, 9, 1]])
 LLAMA = {"positions": "rotary", "activation": "swiglu", "kv_heads": 2, "norm": "rmsnorm", "linear_biases": False}
@@ -124,11 +123,7 @@ class Heard(oracle.Run):
 
 
 def built(**options):
-    options = {**SHAPE, "architecture": "decoder-only", **options}
-    model = nfrs.Transformer(nfrs.TransformerConfig(**{"dropout": 0.0, **options}), seed=3).double().eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
+    model, _, options = build(**options)
     return model, options, (SOURCES if options["architecture"] == "encoder-decoder" else None, TARGETS)
 
 
