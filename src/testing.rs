@@ -9,6 +9,7 @@ use tch::{Kind, Tensor};
 pub struct Scratch(pub PathBuf);
 
 impl Scratch {
+    /// Creates an empty folder, with `name` and a number that no other test has in its path.
     pub fn new(name: &str) -> Self {
         static COUNT: AtomicUsize = AtomicUsize::new(0);
         let n = COUNT.fetch_add(1, Ordering::Relaxed);
@@ -25,8 +26,8 @@ impl Drop for Scratch {
     }
 }
 
-/// Asserts that a tensor of any type has the shape of `wanted`, which is f64, and that Σ|found − wanted| is at most `bound`
-/// times Σ|wanted| + `floor`.
+/// Asserts that a tensor of any type has the shape of `wanted`, which is f64, and that Σ|found − wanted| is at most
+/// `bound`·(Σ|wanted| + `floor`). Messages call the tensor `what`.
 pub fn assert_near(found: &Tensor, wanted: &Tensor, bound: f64, floor: f64, what: &str) {
     assert_eq!(found.size(), wanted.size(), "{what}");
     let sum = |t: Tensor| t.abs().sum(Kind::Double).double_value(&[]);

@@ -27,6 +27,7 @@ pub(super) struct Beam<'a> {
     hypotheses: Vec<Partial>,
     /// Under fairseq's rule: the finished hypotheses, in the order in which they ended.
     finals: Vec<Hypothesis>,
+    /// True if the search is over.
     done: bool,
 }
 
@@ -41,13 +42,15 @@ struct Candidate {
 }
 
 impl Candidate {
+    /// True if the candidate adds EOS.
     fn ends(&self) -> bool {
         self.token == Some(EOS)
     }
 }
 
 impl<'a> Beam<'a> {
-    /// Starts with the empty hypothesis in `slot`. If the source is only EOS, the empty hypothesis is final.
+    /// Starts with the empty hypothesis in the cache slot `slot`. `source_length` counts EOS. If the source is only EOS,
+    /// the empty hypothesis is final.
     pub fn new(config: &'a SearchConfig, source_length: usize, slot: usize) -> Self {
         let is_blank = source_length <= 1;
         let hypothesis = Hypothesis { finished: is_blank, ..Default::default() };
@@ -113,6 +116,7 @@ impl<'a> Beam<'a> {
     /// Returns the `n_best` best hypotheses, best first.
     pub fn finish(mut self) -> Result<Vec<Hypothesis>> {
         let mut ranked: Vec<Hypothesis> = match self.config.rule {
+            // These are sorted already.
             SearchRule::Google => self.hypotheses.into_iter().map(|partial| partial.hypothesis).collect(),
             SearchRule::Fairseq => {
                 // The search ends with the `beam`-th final hypothesis; later ones of the same step do not count.
@@ -122,6 +126,7 @@ impl<'a> Beam<'a> {
             }
         };
         if ranked.is_empty() {
+            // `length` also counts the step that found no token.
             return Err(Error::invalid(format!(
                 "no token has a probability above 0 after {} generated ones: the logits of all allowed types are -inf",
                 self.length - 1
@@ -135,8 +140,8 @@ impl<'a> Beam<'a> {
     /// `advance_google` and `advance_fairseq` keep this order on ties.
     fn candidates(&self, next: &[Vec<Continuation>]) -> Vec<Candidate> {
         let penalty = self.penalty();
-        let count = |partial: &Partial| partial.next.map_or(1, |row| next[row].len());
-        let mut candidates = Vec::with_capacity(self.hypotheses.iter().map(count).sum());
+        let capacity_for = |partial: &Partial| partial.next.map_or(1, |row| next[row].len());
+        let mut candidates = Vec::with_capacity(self.hypotheses.iter().map(capacity_for).sum());
         for (parent, Partial { hypothesis, next: row, .. }) in self.hypotheses.iter().enumerate() {
             if hypothesis.finished {
                 let Hypothesis { log_probability, score, .. } = *hypothesis;
@@ -187,7 +192,7 @@ impl<'a> Beam<'a> {
             log_probability: candidate.log_probability,
             finished: parent.finished || candidate.ends(),
         };
-        // The rows of `next` become the cache's slots.
+        // Row i of `next` becomes slot i of the cache.
         Partial { hypothesis, slot: next.unwrap_or(*slot), next: None }
     }
 }

@@ -42,7 +42,7 @@ pub(super) struct TargetVocabulary {
     /// 0 for tokens in V_t and −∞ for others, (V). It is added to logits; in libtorch an addition is six times as fast
     /// as masked_fill_.
     bias: Option<Tensor>,
-    /// The ids of V_t, ascending.
+    /// The ids of V_t, ascending; `None` if V_t = V.
     ids: Option<Arc<[i64]>>,
 }
 
@@ -82,15 +82,16 @@ impl TargetVocabulary {
         TargetVocabulary { bias: self.bias.as_ref().map(Tensor::shallow_clone), ids: self.ids.clone() }
     }
 
-    /// Returns the log-softmax over V_t, (slots, V), and −∞ for tokens that may not come next.
+    /// Returns the log-softmax over V_t, (slots, V). Tokens that may not come next get −∞ afterwards, so the others keep
+    /// their probabilities.
     pub fn log_probabilities(&self, mut logits: Tensor, eos: Eos) -> Result<Tensor> {
         if let Some(bias) = &self.bias {
             logits = logits.f_add_(&bias.f_to_device(logits.device())?)?;
         }
         let kind = accumulation(logits.kind());
         let log_p = logits.f_log_softmax(-1, kind)?;
-        let forbid = |from: i64, types: i64| -> Result<()> {
-            let _ = log_p.f_narrow(1, from, types)?.f_fill_(f64::NEG_INFINITY)?;
+        let forbid = |first_id: i64, count: i64| -> Result<()> {
+            let _ = log_p.f_narrow(1, first_id, count)?.f_fill_(f64::NEG_INFINITY)?;
             Ok(())
         };
         forbid(BOS, 1)?;
@@ -114,7 +115,8 @@ pub(super) fn best(log_p: &Tensor, count: usize) -> Result<Vec<Vec<Continuation>
     let count = count.min(vocab_size as usize);
     // One more entry than requested is fetched. If it equals the last requested one, topk has chosen arbitrarily.
     let fetched = vocab_size.min(count as i64 + 1);
-    let (values, tokens) = log_p.f_topk(fetched, 1, true, true)?;
+    let (is_largest, is_sorted) = (true, true);
+    let (values, tokens) = log_p.f_topk(fetched, 1, is_largest, is_sorted)?;
     let (values, tokens) = (host::<f64>("log p", &values)?, host::<i64>("tokens", &tokens)?);
     let continuations: Vec<Continuation> = tokens
         .into_iter()
@@ -183,9 +185,9 @@ mod tests {
         logits[1700] = f32::NAN;
         let vocabulary = TargetVocabulary::new(None, 1000).unwrap();
         let log_p = vocabulary.log_probabilities(Tensor::from_slice(&logits).reshape([3, 1000]), Eos::Allowed).unwrap();
-        let seen: Vec<bool> =
+        let has_nan: Vec<bool> =
             best(&log_p, 3).unwrap().iter().map(|row| row.iter().any(|c| c.log_probability.is_nan())).collect();
-        assert_eq!(seen, [false, true, false]);
+        assert_eq!(has_nan, [false, true, false]);
     }
 
     #[test]

@@ -76,10 +76,13 @@ struct PartialText {
     window: usize,
     /// The number of tokens of the window that are in the cache.
     position: usize,
+    /// The source of the text's random draws.
     random: Random,
+    /// The result so far.
     generation: Generation,
     /// The number of EOS tokens among the new tokens.
     ends: usize,
+    /// True if the text has all its tokens.
     is_over: bool,
 }
 
@@ -97,7 +100,7 @@ impl PartialText {
         }
     }
 
-    /// Draws the next token and adds it to the text.
+    /// Draws the next token from its logits (V), adds it to the text and returns it.
     fn advance(&mut self, logits: &[f64], config: &GenerationConfig) -> i64 {
         let token = config.sampling.choose(logits, self.random.uniform());
         let id = token as i64;
@@ -114,7 +117,8 @@ impl PartialText {
     }
 }
 
-/// Returns a hash of the ids (FNV-1a). It seeds a prompt's random numbers, so that prompts differ in them.
+/// Returns a hash of the ids (64-bit FNV-1a, with its offset and prime). It seeds a prompt's random numbers, so that
+/// prompts differ in them.
 fn digest(tokens: &[i64]) -> u64 {
     let bytes = tokens.iter().flat_map(|token| token.to_le_bytes());
     bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
@@ -144,12 +148,12 @@ pub fn generate(
         ));
     }
     model.config.check_lengths(&[config.context as i64])?;
-    // Tensorized attention cannot decode token by token.
+    // Tensorized attention cannot decode token by token, so it cannot use a cache.
     let is_cached = model.config.attention != AttentionName::Tensorized;
     continue_texts(&mut Reader::new(model, kind, is_cached), prompts, allowed, config, on_token, check_interrupt)
 }
 
-/// Does the work of [`generate`] with `reader`, which has the model.
+/// Does the work of [`generate`], after its checks; `reader` runs the model.
 fn continue_texts(
     reader: &mut Reader,
     prompts: &[Prompt],
@@ -231,6 +235,7 @@ impl<'a> Reader<'a> {
                 (text.window, text.position) = (text.window + config.stride(), 0);
             }
         }
+        // Finished texts leave the cache, and so do texts whose window has moved.
         self.keep_slots(|number| !texts[number].is_over && texts[number].position > 0)?;
         let unread: Vec<usize> = live.iter().copied().filter(|&number| texts[number].position == 0).collect();
         let mut next = self.read_next_tokens(texts)?;
@@ -280,6 +285,7 @@ impl<'a> Reader<'a> {
             });
             index_of_text.push(index);
         }
+        // `begin` gives each window a new slot of the cache, and returns the logits of each window's next token.
         let logits = self.model.begin(&windows, &mut self.cache, &self.ctx)?;
         // Texts that share a window get copies of its slot.
         if windows.len() < unread.len() {
@@ -298,11 +304,12 @@ impl<'a> Reader<'a> {
         live.iter().for_each(|&number| texts[number].window = config.window(texts[number].tokens.len()));
         let windows: Vec<&[i64]> = live.iter().map(|&number| &texts[number].tokens[texts[number].window..]).collect();
         let packed = Packed::of(&windows)?;
-        let last: Vec<i64> = packed.offsets[1..].iter().map(|end| end - 1).collect();
+        // The features have a row for each token. Only the last row of each window predicts a new token.
+        let last_rows: Vec<i64> = packed.offsets[1..].iter().map(|end| end - 1).collect();
         let device = self.model.device();
         let read = Sentences::new(None, packed, device)?.to(device)?;
         let features = self.model.features(&read, &self.ctx)?;
-        let features = features.f_index_select(0, &Tensor::f_from_slice(&last)?.f_to_device(device)?)?;
+        let features = features.f_index_select(0, &Tensor::f_from_slice(&last_rows)?.f_to_device(device)?)?;
         let logits = self.model.logits(&features, self.ctx.kind)?;
         rows(&logits, &(0..live.len() as i64).collect::<Vec<_>>(), live)
     }

@@ -90,6 +90,7 @@ impl SearchConfig {
         Ok(config)
     }
 
+    /// Errors if a setting is out of range.
     pub fn validate(&self) -> Result<()> {
         let wrong = |what: String| Err(Error::invalid(what));
         if self.beam < 1 {
@@ -171,6 +172,7 @@ pub fn search(
 /// not change while a `Search` exists.
 pub struct Search {
     config: SearchConfig,
+    /// The type of matrix products.
     kind: Kind,
     output: OutputLayer,
     weights: Arc<PreparedWeights>,
@@ -189,8 +191,8 @@ impl Search {
 
     /// True if the hypothesis ended because of the length limit, and not because the model predicted its end.
     pub fn is_cut(&self, hypothesis: &Hypothesis) -> bool {
-        // Under fairseq's rule, the limit is the same for all sources, and the last token at the limit is always EOS,
-        // which counts as one token here.
+        // Under fairseq's rule the limit does not depend on the source, hence `limit(0)`. At the limit EOS is forced,
+        // whatever the model predicts. EOS is not among `tokens`, hence + 1.
         let is_forced = self.config.rule == SearchRule::Fairseq && hypothesis.tokens.len() + 1 >= self.config.limit(0);
         !hypothesis.finished || is_forced
     }
@@ -213,7 +215,7 @@ impl Search {
         }
         tch::no_grad(|| {
             let ctx = Context::evaluation(self.kind).with_prepared(self.weights.clone());
-            let Some(memory) = model.encode(source, &ctx)? else {
+            let Some(encoded) = model.encode(source, &ctx)? else {
                 return Err(Error::invalid(
                     "search translates with an encoder-decoder model; this one is decoder-only",
                 ));
@@ -222,6 +224,7 @@ impl Search {
             let source_lengths = source.offsets.windows(2).map(|ends| (ends[1] - ends[0]) as usize);
             let mut beams: Vec<Beam> = source_lengths.enumerate().map(|(i, len)| Beam::new(config, len, i)).collect();
             let mut cache = StackCache::default();
+            // `Reads` lists the cache rows that each slot reads: at first none, for one slot per sentence.
             cache.set_reads(Reads::nothing(beams.len()));
             // `length` is the number of tokens that each live hypothesis has.
             for length in 0.. {
@@ -229,18 +232,19 @@ impl Search {
                 let start = model.config.decoder_start.id();
                 // Better hypotheses are continued first, so that worse ones may be skipped.
                 let (reads_before, mut reads_after) = (cache.reads().clone(), Reads::default());
-                let mut next = Vec::new(); // the continuations of each slot, in the order of the passes
+                let mut next = Vec::new(); // a row of continuations for each slot, in the order of the passes
                 for ranks in passes(config.beam, reads_before.queries()) {
                     let live = Live::take_slots(&mut beams, ranks, &next, start);
                     if live.tokens.is_empty() {
                         continue;
                     }
                     cache.set_reads(reads_before.select(&live.origins));
+                    let positions = vec![length as i64; live.tokens.len()];
                     let features = model.step_features(
                         &live.tokens,
-                        &vec![length as i64; live.tokens.len()],
+                        &positions,
                         &live.sentences,
-                        Some(&memory),
+                        Some(&encoded),
                         &mut cache,
                         &ctx,
                     )?;
@@ -286,7 +290,7 @@ struct Live {
 
 impl Live {
     /// Assigns a slot to each hypothesis with one of these ranks. `next` contains the continuations of earlier passes;
-    /// the caller will append one row for each new slot.
+    /// the caller will append one row for each new slot. `start` is the token before the first one of a hypothesis.
     fn take_slots(beams: &mut [Beam], ranks: Range<usize>, next: &[Vec<Continuation>], start: i64) -> Self {
         let mut live = Live { tokens: Vec::new(), sentences: Vec::new(), origins: Vec::new() };
         for (sentence, beam) in beams.iter_mut().enumerate() {
@@ -300,8 +304,8 @@ impl Live {
         live
     }
 
-    /// Errors if `candidates` continuations of each slot do not fit into memory. Each is stored several times: as a
-    /// number, a token, a `Continuation` and a `Candidate`.
+    /// Errors if `candidates` continuations of each slot do not fit into memory. Each is stored in four forms: as a
+    /// number, a token, a `Continuation` and a `Candidate`. The message names the size of the `beam`.
     fn room(&self, candidates: usize, beam: usize) -> Result<()> {
         let bytes_each = 4 * size_of::<Continuation>() as u128;
         memory::room(bytes_each * (self.tokens.len() * candidates) as u128, || {

@@ -19,6 +19,7 @@ pub(super) struct OutputLayer {
 }
 
 impl OutputLayer {
+    /// Prepares the output projection of a model. `kind` is the type of matrix products.
     pub fn new(model: &Transformer, vocabulary: TargetVocabulary, kind: Kind) -> Result<Self> {
         let (weight, bias) = model.output()?;
         // A packed matrix leaves out the rows outside V_t. Otherwise `log_probabilities` masks their logits.
@@ -43,7 +44,7 @@ impl OutputLayer {
     /// comes first.
     pub fn best(&self, features: &Tensor, count: usize, eos: Eos, kind: Kind) -> Result<Vec<Vec<Continuation>>> {
         let ids = self.vocabulary.ids();
-        // The packed product has one column for each token of V_t.
+        // The packed product has one column for each token of V_t. A token outside V_t has none.
         let column = |id: i64| match ids {
             Some(ids) => ids.binary_search(&id).ok(),
             None => Some(id as usize),
@@ -57,7 +58,7 @@ impl OutputLayer {
         let best_columns = match &self.projection {
             PreparedWeight::F32(w) => best_of_product(features, w, self.softcap.map(|c| c.0), count, choice)?,
             PreparedWeight::F64(w) => best_of_product(features, w, self.softcap.map(|c| c.0), count, choice)?,
-            // Another device or 16-bit products: `log_probabilities` forbids tokens instead of `choice`.
+            // On another device or for 16-bit products, `log_probabilities` forbids the tokens, and `choice` is unused.
             cast => {
                 let mut logits = cast.linear(features, kind)?;
                 self.softcap.map_or(Ok(()), |cap| cap.write(&mut logits))?;
@@ -106,7 +107,7 @@ mod tests {
             for tensor in model.parameters.tensors() {
                 let _ = tch::no_grad(|| tensor.shallow_clone().f_add_(&tensor.randn_like()).unwrap());
             }
-            let h = tch::no_grad(|| Tensor::randn([ROWS, 40], (Kind::Double, Device::Cpu)));
+            let features = tch::no_grad(|| Tensor::randn([ROWS, 40], (Kind::Double, Device::Cpu)));
             let mask = Tensor::from_slice(&(0..V).map(|id| id == EOS || id % 3 == 0).collect::<Vec<bool>>());
             for (mask, eos) in [None, Some(&mask)]
                 .into_iter()
@@ -114,12 +115,12 @@ mod tests {
             {
                 let vocabulary = TargetVocabulary::new(mask, V).unwrap();
                 let (weight, bias) = model.output().unwrap();
-                let logits = h.linear(&weight, bias);
+                let logits = features.linear(&weight, bias);
                 let logits = logit_softcap.map_or(logits.shallow_clone(), |c| (logits / c).tanh() * c);
                 let log_p = vocabulary.log_probabilities(logits, eos).unwrap();
                 let wanted = best(&log_p, 10).unwrap();
-                let found = OutputLayer::new(&model, vocabulary, Kind::Double).unwrap();
-                let found = found.best(&h, 10, eos, Kind::Double).unwrap();
+                let output = OutputLayer::new(&model, vocabulary, Kind::Double).unwrap();
+                let found = output.best(&features, 10, eos, Kind::Double).unwrap();
                 for (found, wanted) in found.iter().zip(&wanted) {
                     // If only EOS may come, libtorch's top-k fills up with tokens of probability 0.
                     let wanted: Vec<_> = wanted.iter().filter(|c| c.log_probability > f64::NEG_INFINITY).collect();

@@ -110,6 +110,7 @@ mod tests {
     use super::*;
     use crate::data::random::{Purpose, Random};
 
+    /// The logit of a forbidden token.
     const NONE: f64 = f64::NEG_INFINITY;
 
     fn sampling(temperature: f64, top_k: Option<usize>, top_p: f64) -> Sampling {
@@ -121,6 +122,7 @@ mod tests {
         let mut order: Vec<usize> = (0..logits.len()).collect();
         order.sort_by(|&a, &b| logits[b].partial_cmp(&logits[a]).unwrap().then(a.cmp(&b)));
         order.truncate(top_k.unwrap_or(logits.len()));
+        // Returns the softmax over the kept tokens alone.
         let share = |kept: &[usize]| -> Vec<f64> {
             let weights: Vec<f64> =
                 kept.iter().map(|&token| ((logits[token] - logits[kept[0]]) / temperature).exp()).collect();
@@ -133,20 +135,21 @@ mod tests {
         });
         let kept = 1 + sums.take_while(|sum| sum < top_p).count();
         order.truncate(kept.min(order.len()));
-        let mut found = vec![0.0; logits.len()];
-        order.iter().zip(share(&order)).for_each(|(&token, p)| found[token] = p);
-        found
+        let mut probabilities = vec![0.0; logits.len()];
+        order.iter().zip(share(&order)).for_each(|(&token, p)| probabilities[token] = p);
+        probabilities
     }
 
     /// Returns the probability with which `choose` selects each token.
     fn drawn(logits: &[f64], sampling: &Sampling) -> Vec<f64> {
         let chances = sampling.chances(logits);
         let total: f64 = chances.iter().map(|chance| chance.weight).sum();
-        let mut found = vec![0.0; logits.len()];
-        chances.iter().for_each(|chance| found[chance.token] = chance.weight / total);
-        found
+        let mut probabilities = vec![0.0; logits.len()];
+        chances.iter().for_each(|chance| probabilities[chance.token] = chance.weight / total);
+        probabilities
     }
 
+    /// Returns `count` random logits in [0, 8).
     fn logits(count: usize, seed: u64) -> Vec<f64> {
         let mut random = Random::new(seed, 0, 0, Purpose::NextToken);
         (0..count).map(|_| 8.0 * random.uniform()).collect()
@@ -206,8 +209,8 @@ mod tests {
             let limit = freedom as f64 + 4.0 * (2.0 * freedom as f64).sqrt() + 4.0;
             assert!(freedom >= 5 && sum < limit, "{sampling:?}: {sum} of {freedom}");
             // A temperature that is wrong by a tenth must be detected.
-            let off = Sampling { temperature: sampling.temperature * 1.1, ..sampling.clone() };
-            let sum = statistic(&off, &sampling, &logits, 200_000).0;
+            let wrong = Sampling { temperature: sampling.temperature * 1.1, ..sampling.clone() };
+            let sum = statistic(&wrong, &sampling, &logits, 200_000).0;
             assert!(sum > limit, "{sampling:?}: {sum}");
         }
     }
@@ -215,13 +218,13 @@ mod tests {
     #[test]
     fn ends_of_the_unit_interval_and_ties() {
         let all = sampling(1.0, None, 1.0);
-        let last = 1.0 - f64::EPSILON / 2.0;
+        let last = 1.0 - f64::EPSILON / 2.0; // the largest number below 1
         assert_eq!((all.choose(&[NONE, 0.0, 0.0, NONE], 0.0), all.choose(&[NONE, 0.0, 0.0, NONE], last)), (1, 2));
         assert_eq!(all.choose(&[NONE, 3.0, NONE], last), 1);
-        let one = sampling(1.0, Some(1), 1.0);
-        assert_eq!([0.0, 0.5, last].map(|u| one.choose(&[0.0, 2.0, 2.0], u)), [1; 3], "of equals the lower id");
-        let two = sampling(1.0, Some(2), 1.0);
-        assert_eq!(two.choose(&[5.0, -0.0, 0.0, 0.0], last), 1);
+        let top_one = sampling(1.0, Some(1), 1.0);
+        assert_eq!([0.0, 0.5, last].map(|u| top_one.choose(&[0.0, 2.0, 2.0], u)), [1; 3], "of equals the lower id");
+        let top_two = sampling(1.0, Some(2), 1.0);
+        assert_eq!(top_two.choose(&[5.0, -0.0, 0.0, 0.0], last), 1);
         let nucleus = sampling(1.0, None, 0.5);
         assert_eq!(nucleus.choose(&[0.0, 0.0], last), 0, "half of the probability is enough");
         let greedy = sampling(0.0, None, 1.0);

@@ -10,8 +10,9 @@ use tch::Device;
 const V: i64 = 12;
 const SENTENCES: [&[i64]; 4] = [&[4, 7, 9, EOS], &[5, EOS], &[11, 4, 4, 8, 6, 10, EOS], &[UNK, 6, EOS]];
 
-/// Builds a model whose weights are a fixed pseudo-random sequence, which begins at `bend`.
-fn model(bend: f64) -> Transformer {
+/// Builds a model whose weights are a fixed pseudo-random sequence, which begins at `offset`. Other offsets give other
+/// models.
+fn model(offset: f64) -> Transformer {
     let config = TransformerConfig {
         vocab_size: V,
         d_model: 16,
@@ -23,12 +24,13 @@ fn model(bend: f64) -> Transformer {
         ..Default::default()
     };
     let drawn = Transformer::new(&config, 4, Device::Cpu, Kind::Double).unwrap();
-    let mut start = bend;
+    let mut start = offset;
     let weights: BTreeMap<String, Tensor> = drawn
         .parameters
         .iter()
         .map(|(name, tensor)| {
             let n = tensor.numel() as i64;
+            // The fractional part of a large sine is a hash of its argument; less 1/2 it lies in [−0.5, 0.5).
             let noise = ((Tensor::arange(n, (Kind::Double, Device::Cpu)) + start) * 12.9898).sin() * 43.7585;
             start += n as f64;
             let uniform = &noise - noise.floor() - 0.5;
@@ -70,10 +72,11 @@ fn uncached(model: &Transformer, source: &[i64], prefix: &[i64], mask: Option<&T
     Vec::try_from(logits.log_softmax(-1, Kind::Double)).unwrap()
 }
 
-/// Returns the tokens that the rules allow after a prefix.
+/// Returns the tokens that a rule allows after a prefix: EOS is never the first one, and under fairseq's rule the only
+/// one at the limit.
 fn allowed(rule: SearchRule, prefix: &[i64], limit: usize) -> impl Iterator<Item = i64> {
-    let (first, last) = (prefix.is_empty(), rule == SearchRule::Fairseq && prefix.len() + 1 == limit);
-    (EOS..V).filter(move |&id| if id == EOS { !first } else { !last })
+    let (is_first, is_last) = (prefix.is_empty(), rule == SearchRule::Fairseq && prefix.len() + 1 == limit);
+    (EOS..V).filter(move |&id| if id == EOS { !is_first } else { !is_last })
 }
 
 /// Translates each sentence by greedy search, as a beam search with one hypothesis.
@@ -126,8 +129,8 @@ fn a_beam_of_one_is_greedy() {
         (SearchRule::Fairseq, Some(1)),
         (SearchRule::Fairseq, Some(9)),
     ];
-    for (bend, mask) in [(0.0, None), (0.25, Some(mask()))] {
-        let (model, mask) = (model(bend), mask.as_ref());
+    for (offset, mask) in [(0.0, None), (0.25, Some(mask()))] {
+        let (model, mask) = (model(offset), mask.as_ref());
         for (rule, max_length) in settings {
             let found = greedy(&model, &packed(&SENTENCES), mask, rule, max_length, Kind::Double).unwrap();
             assert_eq!(found.len(), SENTENCES.len());
@@ -148,8 +151,8 @@ fn a_batch_is_its_sentences_and_the_cache_changes_nothing() {
     for (rule, beam) in
         [(SearchRule::Google, 4), (SearchRule::Fairseq, 5), (SearchRule::Google, 3), (SearchRule::Fairseq, 2)]
     {
-        for (bend, mask) in [(0.0, None), (0.25, Some(mask())), (0.5, None)] {
-            let (model, mask) = (model(bend), mask.as_ref());
+        for (offset, mask) in [(0.0, None), (0.25, Some(mask())), (0.5, None)] {
+            let (model, mask) = (model(offset), mask.as_ref());
             let config = SearchConfig { beam, n_best: beam, max_length: Some(20), ..SearchConfig::new(rule) };
             let together = run(&model, &SENTENCES, mask, &config);
             for (source, batch) in SENTENCES.iter().zip(&together) {
@@ -212,8 +215,8 @@ fn exhaust(
 #[test]
 fn a_beam_of_all_sequences_finds_the_best() {
     for (rule, max_length) in [(SearchRule::Google, 3), (SearchRule::Fairseq, 2)] {
-        for bend in [0.0, 0.25] {
-            let model = model(bend);
+        for offset in [0.0, 0.25] {
+            let model = model(offset);
             let mut all = Vec::new();
             exhaust(&model, &mask(), rule, 3, &[], 0.0, &mut all);
             let config = SearchConfig { beam: all.len(), n_best: all.len(), ..SearchConfig::new(rule) };

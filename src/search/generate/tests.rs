@@ -25,6 +25,7 @@ fn model(options: &str) -> Transformer {
         .iter()
         .map(|(name, tensor)| {
             let n = tensor.numel() as i64;
+            // The fractional part of a large sine is a hash of its argument; less 1/2 it lies in [−0.5, 0.5).
             let noise = ((Tensor::arange(n, (Kind::Double, Device::Cpu)) + start) * 12.9898).sin() * 43.7585;
             start += n as f64;
             let uniform = &noise - noise.floor() - 0.5;
@@ -46,6 +47,7 @@ fn prompts() -> Vec<Vec<i64>> {
     (0..50).map(|n| (0..n * 13 % 20).map(|i| token(n * 31 + i)).collect()).collect()
 }
 
+/// Returns the first sample of each prompt.
 fn given(prompts: &[Vec<i64>]) -> Vec<Prompt<'_>> {
     prompts.iter().map(|tokens| Prompt { tokens, sample: 0 }).collect()
 }
@@ -68,8 +70,8 @@ fn plain(model: &Transformer, prompt: &Prompt, config: &GenerationConfig) -> Gen
         let features = model.features(&read, &Context::evaluation(Kind::Double)).unwrap();
         let last = model.logits(&features, Kind::Double).unwrap().select(0, -1);
         let mut logits = Vec::<f64>::try_from(last).unwrap();
-        let may = allowed();
-        logits.iter_mut().enumerate().filter(|(id, _)| !may[*id]).for_each(|(_, logit)| *logit = f64::NEG_INFINITY);
+        let allowed = allowed();
+        logits.iter_mut().enumerate().filter(|(id, _)| !allowed[*id]).for_each(|(_, logit)| *logit = f64::NEG_INFINITY);
         let token = config.sampling.choose(&logits, random.uniform());
         let log_p = Vec::<f64>::try_from(Tensor::from_slice(&logits).log_softmax(-1, Kind::Double)).unwrap();
         generated.log_probability += log_p[token];
@@ -81,6 +83,7 @@ fn plain(model: &Transformer, prompt: &Prompt, config: &GenerationConfig) -> Gen
     generated
 }
 
+/// Asserts that both have the same texts, with nearly equal probabilities.
 fn same(found: &[Generation], wanted: &[Generation]) {
     assert_eq!(found.len(), wanted.len());
     for (a, b) in found.iter().zip(wanted) {
@@ -186,13 +189,13 @@ fn samples_share_the_pass_over_their_prompt() {
 #[test]
 fn draws_depend_on_seed_sample_and_prompt() {
     let model = model(r#""residual": "prenorm""#);
-    let of = |seed: u64, sample: u64, prompt: &[i64]| {
+    let generated = |seed: u64, sample: u64, prompt: &[i64]| {
         let config = GenerationConfig { seed, ..config(r#"{"max_length": 30, "sentences": 0}"#, 64) };
         run(&model, &[Prompt { tokens: prompt, sample }], &config, true).remove(0).tokens
     };
-    let first = of(1, 0, &[5, 6]);
-    assert_eq!(first, of(1, 0, &[5, 6]));
-    let all = [first, of(2, 0, &[5, 6]), of(1, 1, &[5, 6]), of(1, 0, &[6, 5])];
+    let first = generated(1, 0, &[5, 6]);
+    assert_eq!(first, generated(1, 0, &[5, 6]));
+    let all = [first, generated(2, 0, &[5, 6]), generated(1, 1, &[5, 6]), generated(1, 0, &[6, 5])];
     assert_eq!(std::collections::HashSet::from(all).len(), 4);
     assert_eq!(digest(&[5, 6]), digest(&[5, 6]));
     // The value is FNV-1a of eight zero bytes, computed in Python.
@@ -241,12 +244,12 @@ fn windows_move_by_half_a_context() {
     for context in 1..12 {
         let config = config("{}", context);
         let windows: Vec<usize> = (1..60).map(|length| config.window(length)).collect();
-        for (before, pair) in windows.windows(2).enumerate() {
-            let length = before + 2;
-            assert!(pair[1] == pair[0] || pair[1] == pair[0] + config.stride());
-            let read = length - pair[1];
+        for (index, pair) in windows.windows(2).enumerate() {
+            let (before, start, length) = (pair[0], pair[1], index + 2);
+            assert!(start == before || start == before + config.stride());
+            let read = length - start;
             assert!(
-                (1..=context as usize).contains(&read) && (pair[1] == 0 || read > context as usize - config.stride())
+                (1..=context as usize).contains(&read) && (start == 0 || read > context as usize - config.stride())
             );
         }
     }
