@@ -29,6 +29,7 @@ pub struct Digest {
 }
 
 impl Digest {
+    /// Computes the digest of these bytes.
     pub fn of(bytes: &[u8]) -> Self {
         let mut crc = Crc::new();
         crc.update(bytes);
@@ -40,12 +41,15 @@ impl Digest {
 pub struct Sink {
     file: File,
     shown: PathBuf,
+    /// The bytes that are not yet written to the file, fewer than [`CHUNK`].
     buffer: Vec<u8>,
+    /// The checksum and the number of all bytes so far.
     crc: Crc,
     bytes: u64,
 }
 
 impl Sink {
+    /// Creates the file `path`, which must not exist; errors name `shown` instead.
     fn create(path: &Path, shown: PathBuf) -> Result<Self> {
         let file = act("create", &shown, || File::options().write(true).create_new(true).open(path))?;
         Ok(Sink { file, shown, buffer: Vec::new(), crc: Crc::new(), bytes: 0 })
@@ -65,12 +69,14 @@ impl Sink {
         Ok(())
     }
 
+    /// Writes the buffer to the file.
     fn flush(&mut self) -> Result<()> {
         write(&mut self.file, &self.shown, &self.buffer)?;
         self.buffer.clear();
         Ok(())
     }
 
+    /// Writes the rest, flushes the file to the disk, and returns the digest of all its bytes.
     fn finish(mut self) -> Result<Digest> {
         if !self.buffer.is_empty() {
             self.flush()?;
@@ -82,7 +88,9 @@ impl Sink {
 
 /// A new directory under a temporary name; see [`write_directory`].
 pub struct Directory<'a> {
+    /// The temporary path.
     aside: PathBuf,
+    /// The final path, which errors name.
     target: &'a Path,
 }
 
@@ -139,13 +147,14 @@ pub fn append(path: &Path, text: &str) -> Result<()> {
 pub fn open(path: &Path, how: &mut OpenOptions) -> Result<File> {
     let opened = how.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path);
     let file = opened.map_err(|e| match path.symlink_metadata() {
-        Ok(found) if !found.is_file() => not_regular(path, found.file_type()),
+        Ok(metadata) if !metadata.is_file() => not_regular(path, metadata.file_type()),
         _ => Error::io("open", path, e),
     })?;
-    let found = file.metadata().map_err(|e| Error::io("open", path, e))?;
-    match found.is_file() {
+    // The system opens a folder, a device or a pipe without an error, so the open file is checked too.
+    let metadata = file.metadata().map_err(|e| Error::io("open", path, e))?;
+    match metadata.is_file() {
         true => Ok(file),
-        false => Err(not_regular(path, found.file_type())),
+        false => Err(not_regular(path, metadata.file_type())),
     }
 }
 
@@ -160,12 +169,15 @@ pub fn read_own(path: &Path, most: u64) -> Result<Option<Vec<u8>>> {
     read_all(open_own(path, File::options().read(true)), path, most)
 }
 
+/// Reads the opened file, which `path` names in errors; returns `None` if it did not exist. Errors if it has more than
+/// `most` bytes.
 fn read_all(opened: Result<File>, path: &Path, most: u64) -> Result<Option<Vec<u8>>> {
     let file = match opened {
         Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => return Ok(None),
         opened => opened?,
     };
     let mut bytes = Vec::new();
+    // One byte more than allowed shows that the file is too long.
     file.take(most.saturating_add(1)).read_to_end(&mut bytes).map_err(|e| Error::io("read", path, e))?;
     match bytes.len() as u64 > most {
         true => Err(Error::invalid(format!("{}: expected at most {most} bytes, found more", path.display()))),
@@ -180,24 +192,24 @@ fn read_all(opened: Result<File>, path: &Path, most: u64) -> Result<Option<Vec<u
 /// Errors like [`open`], and if the file has another owner or is writable by its group or others.
 pub fn open_own(path: &Path, how: &mut OpenOptions) -> Result<File> {
     let file = open(path, how.mode(0o600))?;
-    let found = file.metadata().map_err(|e| Error::io("open", path, e))?;
-    check_own(path, &found).map(|()| file)
+    let metadata = file.metadata().map_err(|e| Error::io("open", path, e))?;
+    check_own(path, &metadata).map(|()| file)
 }
 
 /// Errors if `path` is a link, belongs to another user, or is writable by its group or others.
 pub fn check_own_directory(path: &Path) -> Result<()> {
-    let found = path.symlink_metadata().map_err(|e| Error::io("open", path, e))?;
-    match found.is_dir() {
-        true => check_own(path, &found),
+    let metadata = path.symlink_metadata().map_err(|e| Error::io("open", path, e))?;
+    match metadata.is_dir() {
+        true => check_own(path, &metadata),
         false => Err(Error::invalid(format!("{} is a link or a file; expected a folder", path.display()))),
     }
 }
 
-/// Errors if the file belongs to another user, or if others may write it.
-fn check_own(path: &Path, found: &fs::Metadata) -> Result<()> {
+/// Errors if the file or folder belongs to another user, or if others may write it.
+fn check_own(path: &Path, metadata: &fs::Metadata) -> Result<()> {
     // SAFETY: geteuid takes no arguments and cannot fail.
     let user = unsafe { libc::geteuid() };
-    let (owner, mode) = (found.uid(), found.mode() & 0o7777);
+    let (owner, mode) = (metadata.uid(), metadata.mode() & 0o7777);
     let path = path.display();
     match () {
         () if owner != user => Err(Error::invalid(format!("{path} belongs to user {owner}, and this is user {user}"))),
@@ -209,9 +221,9 @@ fn check_own(path: &Path, found: &fs::Metadata) -> Result<()> {
 }
 
 /// Builds the error for a path that is no regular file; it says what the path is, and what to do.
-fn not_regular(path: &Path, found: fs::FileType) -> Error {
+fn not_regular(path: &Path, kind: fs::FileType) -> Error {
     use std::os::unix::fs::FileTypeExt;
-    let what = match found {
+    let what = match kind {
         f if f.is_symlink() => "a symbolic link, which is not followed",
         f if f.is_dir() => "a folder",
         f if f.is_fifo() => "a pipe",
@@ -320,6 +332,7 @@ fn aside(target: &Path) -> PathBuf {
     target.with_file_name(format!(".{name}.tmp-{}", std::process::id()))
 }
 
+/// Returns the folder of `path`; "." for a bare name.
 fn parent(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }

@@ -58,12 +58,13 @@ pub fn host<T: Number>(what: &str, t: &Tensor) -> Result<Vec<T>> {
 #[derive(Debug)]
 pub struct Held<T> {
     memory: HostMemory,
+    /// The tensor that owns the memory, and keeps it alive.
     _tensor: Tensor,
     _numbers: PhantomData<T>,
 }
 
 impl<T: Number> Held<T> {
-    /// Errors like [`host`].
+    /// Holds the tensor's elements, converted to T; `what` begins the error's message. Errors like [`host`].
     pub fn new(what: &str, t: &Tensor) -> Result<Self> {
         let mut memory = HostMemory { data: std::ptr::null(), bytes: 0 };
         // SAFETY: the tensor outlives the call.
@@ -97,7 +98,7 @@ pub fn has_memory(t: &Tensor) -> bool {
     unsafe { nfrs_has_memory(t.as_ptr().cast()) }
 }
 
-/// The struct of the same name in shim.cpp.
+/// The struct `Memory` of shim.cpp: the address and the length of a tensor's data.
 #[derive(Debug)]
 #[repr(C)]
 struct HostMemory {
@@ -105,6 +106,7 @@ struct HostMemory {
     bytes: usize,
 }
 
+// These functions are in shim.cpp. A null result of `nfrs_host` means failure, with its message in `nfrs_last_error`.
 extern "C" {
     fn nfrs_host(t: *const CTensor, scalar_type: c_int, memory: *mut HostMemory) -> *mut CTensor;
     fn nfrs_has_memory(t: *const CTensor) -> bool;

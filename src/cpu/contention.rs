@@ -15,16 +15,17 @@ use std::sync::mpsc::{channel, Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+/// The time between two measurements of the waits.
 const WINDOW: Duration = Duration::from_millis(250);
-/// Cores are crowded if all threads together wait longer than this for a core, in seconds per second. They are calm
-/// below [`CALM`].
+/// Cores are crowded if all threads together wait longer than this for a core, in seconds per second.
 const CROWDED: f64 = 0.1;
+/// Cores are calm if all threads together wait less than this for a core, in seconds per second.
 const CALM: f64 = 0.02;
 /// The number of calm windows in a row that end a crowded period.
 const CALM_WINDOWS: u32 = 8;
 
 extern "C" {
-    /// A function of libgomp's stable interface that runs `work` on a team of `threads`, this one included.
+    /// A function of libgomp's stable interface that runs `work` on a team of `threads`, including the calling thread.
     fn GOMP_parallel(work: extern "C" fn(*mut c_void), data: *mut c_void, threads: c_uint, flags: c_uint);
 }
 
@@ -65,18 +66,19 @@ fn observe(threads: usize, ended: Receiver<()>) {
 /// if the system does not count them.
 fn waits() -> HashMap<String, u64> {
     let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
-    let read = |task: fs::DirEntry| {
+    let id_and_wait = |task: fs::DirEntry| {
         // The file has the thread's time on a core, its time of waiting for one, and its number of time slices.
         let text = fs::read_to_string(task.path().join("schedstat")).ok()?;
         Some((task.file_name().into_string().ok()?, text.split_whitespace().nth(1)?.parse().ok()?))
     };
-    tasks.filter_map(read).collect()
+    tasks.filter_map(id_and_wait).collect()
 }
 
 /// The state of the cores: a window above [`CROWDED`] makes them crowded, [`CALM_WINDOWS`] calm ones in a row end this.
 #[derive(Default)]
 struct Judge {
     crowded: bool,
+    /// The number of calm windows in a row up to now.
     calm: u32,
 }
 
@@ -122,6 +124,7 @@ struct Background {
 }
 
 impl Background {
+    /// Runs `run` on a new thread. Its receiver is closed when the returned value is dropped; then it must return.
     fn start(run: impl FnOnce(Receiver<()>) + Send + 'static) -> Self {
         let (end, ended) = channel();
         Background { end: Some(end), thread: Some(std::thread::spawn(move || run(ended))) }
@@ -130,6 +133,7 @@ impl Background {
 
 impl Drop for Background {
     fn drop(&mut self) {
+        // This drops the sender, which closes the thread's receiver.
         self.end = None;
         let _ = self.thread.take().map(JoinHandle::join);
     }
@@ -161,8 +165,8 @@ mod tests {
             let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
             // SAFETY: see above.
             unsafe { libc::getrusage(libc::RUSAGE_SELF, &mut usage) };
-            let of = |t: libc::timeval| Duration::new(t.tv_sec as u64, t.tv_usec as u32 * 1000);
-            of(usage.ru_utime) + of(usage.ru_stime)
+            let duration = |t: libc::timeval| Duration::new(t.tv_sec as u64, t.tv_usec as u32 * 1000);
+            duration(usage.ru_utime) + duration(usage.ru_stime)
         };
         let start = now();
         for _ in 0..40 {

@@ -51,6 +51,7 @@ pub fn narrow<E: Element>(scratch: &[E::Acc], row: &mut [E]) {
     narrow_row(&scratch[..row.len()], row);
 }
 
+/// True if S and T are one type. The compiler decides this, so that only one branch remains.
 #[inline(always)]
 fn same<S: 'static, T: 'static>() -> bool {
     TypeId::of::<S>() == TypeId::of::<T>()
@@ -63,6 +64,7 @@ fn cast<S: 'static, T: 'static>(slice: &[S]) -> Option<&[T]> {
     same::<S, T>().then(|| unsafe { std::slice::from_raw_parts(slice.as_ptr().cast(), slice.len()) })
 }
 
+/// Returns the writable slice as a slice of T, if S and T are the same type.
 #[inline(always)]
 fn cast_mut<S: 'static, T: 'static>(slice: &mut [S]) -> Option<&mut [T]> {
     // SAFETY: S and T are one type.
@@ -70,6 +72,7 @@ fn cast_mut<S: 'static, T: 'static>(slice: &mut [S]) -> Option<&mut [T]> {
 }
 
 multiversion! {
+    /// Widens each number of `row` into `wide`, which has the same length.
     fn widen_row[isa S][E: Element](row: &[E], wide: &mut [E::Acc]) {
         let (blocks, rest) = row.as_chunks::<PAIR_LANES>();
         let (wide_blocks, wide_rest) = wide.as_chunks_mut::<PAIR_LANES>();
@@ -83,6 +86,7 @@ multiversion! {
 }
 
 multiversion! {
+    /// Rounds each number of `wide` into `row`, which has the same length.
     fn narrow_row[isa S][E: Element](wide: &[E::Acc], row: &mut [E]) {
         let store = Store::cached();
         let (blocks, rest) = row.as_chunks_mut::<PAIR_LANES>();
@@ -102,6 +106,8 @@ mod tests {
     use crate::cpu::simd::{force, Level};
     use half::{bf16, f16};
 
+    /// Checks on every level that rows convert as [`Element`] converts single numbers. `bits` and `from` convert E to
+    /// its bits and back.
     fn check<E: Element<Acc = f32>>(bits: fn(E) -> u16, from: fn(u16) -> E) {
         // The values have every possible high half word, with low half words around the ties of both formats. The
         // rows have odd lengths.

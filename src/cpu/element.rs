@@ -36,6 +36,7 @@ pub trait Accumulator:
     fn mul_add(self, a: Self, b: Self) -> Self;
 }
 
+/// Implements [`Accumulator`] for the type `$t`, whose pack on the instruction set `$isa` has the type `$pack`.
 macro_rules! accumulator {
     ($t:ty, $isa:ident => $pack:ty) => {
         impl Accumulator for $t {
@@ -86,6 +87,7 @@ accumulator!(f64, S => Portable<f64>);
 
 /// A storage type of tensors.
 pub trait Element: Copy + Send + Sync + Default + 'static {
+    /// The type in which kernels compute with these numbers.
     type Acc: Accumulator;
     /// Widens a number to the computing type.
     fn load(self) -> Self::Acc;
@@ -141,7 +143,8 @@ impl Element for f16 {
     fn load(self) -> f32 {
         let bits = self.to_bits() as u32;
         let magnitude = (bits & 0x7fff) << 13;
-        // Multiplying by 2^112 changes f16's exponent bias (15) to f32's (127), and is also right for subnormals.
+        // Multiplying by 2^112 (0x7780_0000) changes f16's exponent bias (15) to f32's (127). It is also right for
+        // subnormal numbers.
         let finite = (f32::from_bits(magnitude) * f32::from_bits(0x7780_0000)).to_bits();
         // In both types an exponent of ones means infinity or NaN.
         let special = magnitude | 0x7f80_0000;
@@ -153,9 +156,10 @@ impl Element for f16 {
         let bits = value.to_bits();
         let sign = (bits >> 16) & 0x8000;
         let magnitude = bits & 0x7fff_ffff;
-        // Normal f16: shift the bias from 127 to 15 and round to nearest even; a carry into infinity is correct.
+        // For a normal f16, adding 0xc800_0000 changes the exponent's bias from 127 to 15. Adding 0x0fff, and 1 if the
+        // last bit that stays is odd, rounds to nearest even; a carry into infinity is correct.
         let normal = magnitude.wrapping_add(0xc800_0fff).wrapping_add((magnitude >> 13) & 1) >> 13;
-        // Below 2^-14: adding 0.5 lets the f32 adder round at f16's subnormal spacing of 2^-24.
+        // Below 2^-14, adding 0.5 (0x3f00_0000) lets the f32 adder round at f16's subnormal spacing of 2^-24.
         let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0x3f00_0000);
         // From 2^16 on (0x4780_0000) the result is infinity, or a quiet NaN for a NaN; 0x3880_0000 is 2^-14.
         let overflow = if magnitude > 0x7f80_0000 { 0x7e00 } else { 0x7c00 };

@@ -46,6 +46,7 @@ const LINE: usize = 64;
 
 /// A buffer that begins on a cache line, because a 64-byte access across two lines counts as two accesses.
 pub struct Aligned<A> {
+    /// The buffer's numbers, after `start` others that fill up its first cache line.
     values: Vec<A>,
     start: usize,
     len: usize,

@@ -26,6 +26,7 @@ pub trait Isa: 'static {
     /// are read and written once for all these rows. Four rows need thirty registers for running sums and
     /// coefficients; an instruction set with sixteen registers processes one row.
     const ROWS: usize;
+    /// The pack of f32 numbers.
     type F32: Pack<f32>;
 }
 
@@ -72,6 +73,7 @@ impl Store {
         self.streamed && at.addr().is_multiple_of(LINE)
     }
 
+    /// True if results bypass the caches.
     #[inline(always)]
     pub fn is_streamed(self) -> bool {
         self.streamed
@@ -95,7 +97,9 @@ const LARGE: usize = 4 << 20;
 
 /// A pack of sixteen numbers.
 pub trait Pack<A: Accumulator>: Copy {
+    /// Returns a pack with `value` in every lane.
     fn splat(value: A) -> Self;
+    /// Loads sixteen numbers and widens them to the computing type.
     fn load<E: Element<Acc = A>>(from: &[E; WIDTH]) -> Self;
     fn add(self, other: Self) -> Self;
     fn sub(self, other: Self) -> Self;
@@ -196,6 +200,7 @@ impl<A: Accumulator> Pack<A> for Portable<A> {
     }
     #[inline(always)]
     fn sum(self) -> A {
+        // Every implementation adds the lanes in this order, so that their sums have the same bits.
         let v = self.0;
         let v: [A; 8] = from_fn(|l| v[l] + v[l + 8]);
         let v: [A; 4] = from_fn(|l| v[l] + v[l + 4]);

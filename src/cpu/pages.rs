@@ -99,25 +99,27 @@ mod tests {
 
     /// Maps `len` bytes that have no pages, directly from the system.
     fn mapped(len: usize) -> &'static mut [u8] {
-        let (may, how) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        let (rights, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         // SAFETY: it is new memory that nobody unmaps.
-        unsafe { slice::from_raw_parts_mut(libc::mmap(null_mut(), len, may, how, -1, 0).cast(), len) }
+        unsafe { slice::from_raw_parts_mut(libc::mmap(null_mut(), len, rights, kind, -1, 0).cast(), len) }
     }
 
-    /// True if the system may use large pages for the memory around `at`, according to /proc/self/smaps.
-    fn advised(at: *const u8) -> bool {
+    /// True if the system may use large pages for the memory around `address`, according to /proc/self/smaps.
+    fn advised(address: *const u8) -> bool {
         let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        // A map begins with a line that starts with its range, FROM-TO in hexadecimal digits; its flags come later.
         let mut inside = false;
         for line in maps.lines() {
             let range = line.split(' ').next().and_then(|range| range.split_once('-'));
             let ends = range.map(|(from, to)| [from, to].map(|end| usize::from_str_radix(end, 16)));
             if let Some([Ok(from), Ok(to)]) = ends {
-                inside = (from..to).contains(&at.addr());
+                inside = (from..to).contains(&address.addr());
             } else if let (true, Some(flags)) = (inside, line.strip_prefix("VmFlags:")) {
+                // The flag "hg" stands for MADV_HUGEPAGE.
                 return flags.split_whitespace().any(|flag| flag == "hg");
             }
         }
-        panic!("no map holds {at:?}")
+        panic!("no map holds {address:?}")
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::panic::{catch_unwind, resume_unwind, AssertUnwindSafe};
 use std::sync::Mutex;
 
 extern "C" {
+    /// Calls at::parallel_for; `run` receives `context` and the begin and the end of each range.
     fn nfrs_parallel_for(n: i64, grain: i64, run: extern "C" fn(*const c_void, i64, i64), context: *const c_void);
 }
 
@@ -52,6 +53,8 @@ impl<T> Shared<T> {
         Shared(slice.as_mut_ptr())
     }
 
+    /// Returns these elements for writing.
+    ///
     /// # Safety
     /// The range lies inside the slice that this was made from, the slice is still alive, and no other thread uses the
     /// range.
@@ -121,6 +124,8 @@ mod tests {
     use super::*;
     use std::rc::Rc;
 
+    /// Every type implements this trait once, and a type that is Send implements it twice. So a call of `either` with an
+    /// inferred A compiles only if the type is not Send.
     trait Either<A> {
         fn either() {}
     }

@@ -26,6 +26,7 @@ impl Level {
         }
     }
 
+    /// Returns the level with this number; `None` for 0, which means that none is chosen yet.
     fn from_u8(v: u8) -> Option<Level> {
         Level::ALL.into_iter().find(|l| *l as u8 == v)
     }
@@ -52,6 +53,7 @@ pub fn supported() -> Level {
     Level::Baseline
 }
 
+/// The number of the level at which kernels run; 0 until one is chosen.
 static CHOSEN: AtomicU8 = AtomicU8::new(0);
 
 /// Returns the level at which kernels run.

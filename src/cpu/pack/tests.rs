@@ -6,7 +6,7 @@ use crate::multiversion;
 use half::{bf16, f16};
 
 multiversion! {
-    /// Rounds `wide` to `narrow`, and widens `rows` to `back`.
+    /// Rounds `wide` to `narrow`, and widens `rows` to `back`. The lengths are multiples of [`PAIR_LANES`].
     fn convert[isa S][E: Element](wide: &[E::Acc], narrow: &mut [E], rows: &[E], back: &mut [E::Acc]) {
         let store = Store::of::<E>(&[], PAIR_LANES);
         for (wide, narrow) in wide.as_chunks::<PAIR_LANES>().0.iter().zip(narrow.as_chunks_mut::<PAIR_LANES>().0) {
@@ -18,6 +18,8 @@ multiversion! {
     }
 }
 
+/// Checks on every level that blocks convert as [`Element`] converts single numbers. `bits` and `from` convert E to its
+/// bits and back.
 fn check_conversion<E: Element<Acc = f32>>(bits: fn(E) -> u16, from: fn(u16) -> E) {
     // The values have every possible high half word, with low half words around the ties of both formats.
     let low = [0u32, 1, 0x0fff, 0x1000, 0x1001, 0x7fff, 0x8000, 0xffff];
@@ -46,7 +48,8 @@ fn every_level_converts_as_element_does() {
 }
 
 multiversion! {
-    /// Computes a + b, a − b, a·b, a·b + c, a with dropout, and the sum of a.
+    /// Writes a + b, a − b, a·b, a·b + a, and a with the dropout of `bits` to `out`, and the sum of the first sixteen
+    /// numbers of a to `sum`.
     fn arithmetic[isa S][A: Accumulator](
         a: &[A; PAIR_LANES], b: &[A; PAIR_LANES], bits: &[u16; PAIR_LANES], out: &mut [[A; PAIR_LANES]; 5], sum: &mut A,
     ) {
@@ -62,12 +65,14 @@ multiversion! {
 }
 
 multiversion! {
+    /// Stores a block in the way `how`.
     fn put[isa S][E: Element](from: &[E::Acc; PAIR_LANES], to: &mut [E; PAIR_LANES], how: Store) {
         Of::<E::Acc, S>::store(Of::<E::Acc, S>::pair(from), to, how);
         how.finish();
     }
 }
 
+/// Checks streamed stores of a block that begins at any element, whether or not this starts a cache line.
 fn check_streaming<E: Element<Acc = f32> + PartialEq + std::fmt::Debug>() {
     let from: [f32; PAIR_LANES] = from_fn(|l| l as f32);
     for level in Level::ALL {
@@ -89,6 +94,7 @@ fn streamed_blocks_start_anywhere() {
     check_streaming::<f16>();
 }
 
+/// Checks [`arithmetic`] on every level; `unit` is half the spacing of numbers around one in A.
 fn check_arithmetic<A: Accumulator + std::fmt::Debug>(unit: f64) {
     let a: [A; PAIR_LANES] = from_fn(|l| A::from_f64(1.0 + l as f64 / 3.0));
     let b: [A; PAIR_LANES] = from_fn(|l| A::from_f64(2.0 - l as f64 / 7.0));

@@ -10,8 +10,10 @@ use std::any::TypeId;
 use std::arch::asm;
 use std::arch::x86_64::*;
 
+/// AVX-512, on which a pack of f32 is one register.
 #[derive(Clone, Copy, Debug)]
 pub struct Avx512;
+/// AVX2, on which a pack of f32 is two registers.
 #[derive(Clone, Copy, Debug)]
 pub struct Avx2;
 
@@ -29,11 +31,13 @@ impl Isa for Avx2 {
 /// The message of the branch for other storage types, which never runs.
 const OTHERS: &str = "four types are stored, and f64 does not compute in f32";
 
+/// True if E and T are one type; the compiler removes the branches for other types.
 #[inline(always)]
 fn is<E: 'static, T: 'static>() -> bool {
     TypeId::of::<E>() == TypeId::of::<T>()
 }
 
+/// Sixteen numbers in one AVX-512 register.
 #[derive(Clone, Copy)]
 pub struct F32x16(__m512);
 
@@ -45,15 +49,16 @@ impl Pack<f32> for F32x16 {
     }
     #[inline(always)]
     fn load<E: Element<Acc = f32>>(from: &[E; WIDTH]) -> Self {
-        let at = from.as_ptr();
+        let from = from.as_ptr();
         // SAFETY: see the head of this file; `is` checks E before the pointer is cast.
         F32x16(unsafe {
             if is::<E, f32>() {
-                _mm512_loadu_ps(at.cast())
+                _mm512_loadu_ps(from.cast())
             } else if is::<E, bf16>() {
-                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(at.cast()))))
+                // A bf16 number is the upper half of an f32.
+                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()))))
             } else if is::<E, f16>() {
-                _mm512_cvtph_ps(_mm256_loadu_si256(at.cast()))
+                _mm512_cvtph_ps(_mm256_loadu_si256(from.cast()))
             } else {
                 unreachable!("{OTHERS}")
             }
@@ -95,19 +100,19 @@ impl Pack<f32> for F32x16 {
     #[inline(always)]
     fn store<E: Element<Acc = f32>>(block: [Self; 2], to: &mut [E; PAIR_LANES], how: Store) {
         let [F32x16(low), F32x16(high)] = block;
-        let at = to.as_mut_ptr();
-        let streams = how.streams(at);
+        let to = to.as_mut_ptr();
+        let streams = how.streams(to);
         // SAFETY: see the head of this file; `is` checks E before the pointer is cast. If `streams` is true, the block
         // starts on a cache line.
         unsafe {
             if is::<E, f32>() {
-                let at: *mut f32 = at.cast();
+                let to: *mut f32 = to.cast();
                 if streams {
-                    _mm512_stream_ps(at, low);
-                    _mm512_stream_ps(at.add(WIDTH), high);
+                    _mm512_stream_ps(to, low);
+                    _mm512_stream_ps(to.add(WIDTH), high);
                 } else {
-                    _mm512_storeu_ps(at, low);
-                    _mm512_storeu_ps(at.add(WIDTH), high);
+                    _mm512_storeu_ps(to, low);
+                    _mm512_storeu_ps(to.add(WIDTH), high);
                 }
                 return;
             }
@@ -121,9 +126,9 @@ impl Pack<f32> for F32x16 {
                 unreachable!("{OTHERS}")
             };
             if streams {
-                _mm512_stream_si512(at.cast(), both);
+                _mm512_stream_si512(to.cast(), both);
             } else {
-                _mm512_storeu_si512(at.cast(), both);
+                _mm512_storeu_si512(to.cast(), both);
             }
         }
     }
@@ -169,8 +174,8 @@ unsafe fn narrow_bf16(low: __m512, high: __m512, native: bool) -> __m512i {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn round_bf16(v: __m512) -> __m256i {
-    // To nearest even: adds 0x7fff, and 1 more if the upper half is odd. A NaN, which is unordered with itself, instead
-    // becomes quiet.
+    // Adding 0x7fff, and 1 more if the upper half is odd, rounds to nearest even. A NaN, which is unordered with
+    // itself, instead gets the bit that makes it quiet.
     let bits = _mm512_castps_si512(v);
     let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
     let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
@@ -191,6 +196,7 @@ unsafe fn sum8(v: __m256) -> f32 {
     _mm_cvtss_f32(_mm_add_ss(v, _mm_shuffle_ps::<1>(v, v)))
 }
 
+/// Sixteen numbers in two AVX2 registers, the lower eight first.
 #[derive(Clone, Copy)]
 pub struct F32x8x2([__m256; 2]);
 
@@ -202,15 +208,15 @@ impl Pack<f32> for F32x8x2 {
     }
     #[inline(always)]
     fn load<E: Element<Acc = f32>>(from: &[E; WIDTH]) -> Self {
-        let at = from.as_ptr();
+        let from = from.as_ptr();
         // SAFETY: see the head of this file; `is` checks E before the pointer is cast.
         F32x8x2(unsafe {
             if is::<E, f32>() {
-                [_mm256_loadu_ps(at.cast()), _mm256_loadu_ps(at.cast::<f32>().add(8))]
+                [_mm256_loadu_ps(from.cast()), _mm256_loadu_ps(from.cast::<f32>().add(8))]
             } else if is::<E, bf16>() {
-                [widen_bf16(at.cast()), widen_bf16(at.add(8).cast())]
+                [widen_bf16(from.cast()), widen_bf16(from.add(8).cast())]
             } else if is::<E, f16>() {
-                [_mm256_cvtph_ps(_mm_loadu_si128(at.cast())), _mm256_cvtph_ps(_mm_loadu_si128(at.add(8).cast()))]
+                [_mm256_cvtph_ps(_mm_loadu_si128(from.cast())), _mm256_cvtph_ps(_mm_loadu_si128(from.add(8).cast()))]
             } else {
                 unreachable!("{OTHERS}")
             }
@@ -253,18 +259,18 @@ impl Pack<f32> for F32x8x2 {
     #[inline(always)]
     fn store<E: Element<Acc = f32>>(block: [Self; 2], to: &mut [E; PAIR_LANES], how: Store) {
         let [F32x8x2([a, b]), F32x8x2([c, d])] = block;
-        let at = to.as_mut_ptr();
-        let streams = how.streams(at);
+        let to = to.as_mut_ptr();
+        let streams = how.streams(to);
         // SAFETY: see the head of this file; `is` checks E before the pointer is cast. If `streams` is true, the block
         // starts on a cache line.
         unsafe {
             if is::<E, f32>() {
-                let at: *mut f32 = at.cast();
+                let to: *mut f32 = to.cast();
                 for (i, v) in [a, b, c, d].into_iter().enumerate() {
                     if streams {
-                        _mm256_stream_ps(at.add(8 * i), v);
+                        _mm256_stream_ps(to.add(8 * i), v);
                     } else {
-                        _mm256_storeu_ps(at.add(8 * i), v);
+                        _mm256_storeu_ps(to.add(8 * i), v);
                     }
                 }
                 return;
@@ -276,12 +282,12 @@ impl Pack<f32> for F32x8x2 {
             } else {
                 unreachable!("{OTHERS}")
             };
-            let at: *mut __m256i = at.cast();
+            let to: *mut __m256i = to.cast();
             for (i, v) in halves.into_iter().enumerate() {
                 if streams {
-                    _mm256_stream_si256(at.add(i), v);
+                    _mm256_stream_si256(to.add(i), v);
                 } else {
-                    _mm256_storeu_si256(at.add(i), v);
+                    _mm256_storeu_si256(to.add(i), v);
                 }
             }
         }
@@ -335,7 +341,8 @@ fn upper_halves(low: __m256i, high: __m256i) -> __m256i {
     _mm256_permute4x64_epi64::<0b11_01_10_00>(both)
 }
 
-/// Rounds to bf16 in the upper half of each lane. The lower half is garbage, and a NaN may become an infinity.
+/// Rounds to bf16 in the upper half of each lane, to nearest even. The lower half is garbage, and a NaN may become an
+/// infinity.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn round8_bf16(v: __m256) -> __m256i {
@@ -348,6 +355,7 @@ fn round8_bf16(v: __m256) -> __m256i {
 #[inline]
 #[target_feature(enable = "avx2")]
 fn round8_bf16_or_nan(v: __m256) -> __m256i {
+    // A NaN, which is unordered with itself, gets the bit that makes it quiet.
     let quiet = _mm256_or_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x0040_0000));
     let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
     _mm256_blendv_epi8(round8_bf16(v), quiet, nan)
