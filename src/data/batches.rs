@@ -18,7 +18,7 @@ pub struct PackedIds {
 }
 
 impl PackedIds {
-    /// Packs rows of ids.
+    /// Packs rows of token ids one after the other.
     pub fn from_rows<R: IntoIterator<Item = u32>>(rows: impl IntoIterator<Item = R>) -> Self {
         let mut packed = Self { offsets: vec![0], ..Self::default() };
         for row in rows {
@@ -61,17 +61,18 @@ pub struct Batch {
 /// equal ones. The sorted list is cut greedily, so that the rows of a batch have similar lengths. Then the batches are
 /// shuffled by (seed, epoch). Every epoch has the same number of batches.
 pub fn plan(lengths: &[(usize, usize)], max_tokens: usize, seed: u64, epoch: u64) -> Vec<Vec<usize>> {
-    let side = |sentence: usize| lengths[sentence].0.max(lengths[sentence].1);
+    let longer_side = |sentence: usize| lengths[sentence].0.max(lengths[sentence].1);
     let mut order: Vec<usize> = (0..lengths.len()).collect();
+    // An epoch has only one order of each kind, so the index of both generators is 0.
     Random::new(seed, epoch, 0, Purpose::TieBreak).shuffle(&mut order);
     // The sort is stable, so that the random order decides between equal lengths.
-    order.sort_by_key(|&sentence| (side(sentence), lengths[sentence]));
+    order.sort_by_key(|&sentence| (longer_side(sentence), lengths[sentence]));
 
     let mut batches: Vec<Vec<usize>> = Vec::new();
     for sentence in order {
         // Lengths ascend, so the newest sentence is the longest of its batch.
         match batches.last_mut() {
-            Some(batch) if (batch.len() + 1) * side(sentence) <= max_tokens => batch.push(sentence),
+            Some(batch) if (batch.len() + 1) * longer_side(sentence) <= max_tokens => batch.push(sentence),
             _ => batches.push(vec![sentence]),
         }
     }
@@ -99,10 +100,12 @@ pub fn collate(corpus: &Corpus, sentences: &[usize]) -> Batch {
     Batch { source, target_input, target_output, sentences: sentences.to_vec() }
 }
 
+/// Iterates over the rows of one side of a corpus that have the indices `sentences`.
 fn rows_at<'a>(side: &'a [Vec<u32>], sentences: &'a [usize]) -> impl Iterator<Item = &'a [u32]> {
     sentences.iter().map(|&sentence| side[sentence].as_slice())
 }
 
+/// Iterates over the tokens of a row, then EOS.
 fn with_eos(row: &[u32]) -> impl Iterator<Item = u32> + '_ {
     row.iter().copied().chain([EOS])
 }
@@ -127,10 +130,12 @@ mod tests {
         (0..1000).map(|i| (2 + i * 7919 % 23, 2 + i * 104_729 % 40)).collect()
     }
 
-    fn side((source, target): (usize, usize)) -> usize {
+    /// Returns the length of a pair's longer side.
+    fn longer_side((source, target): (usize, usize)) -> usize {
         source.max(target)
     }
 
+    /// Returns three sentence pairs, without EOS. The second target is empty.
     fn corpus() -> Corpus {
         let target = vec![vec![20, 21], vec![], vec![22]];
         Corpus { source: Some(vec![vec![10], vec![11, 12, 13], vec![14, 15]]), target, start: BOS }
@@ -143,10 +148,10 @@ mod tests {
         let mut all = batches.concat();
         all.sort_unstable();
         assert_eq!(all, (0..lengths.len()).collect::<Vec<_>>());
-        let cost = |batch: &Vec<usize>| batch.len() * batch.iter().map(|&s| side(lengths[s])).max().unwrap();
+        let cost = |batch: &Vec<usize>| batch.len() * batch.iter().map(|&s| longer_side(lengths[s])).max().unwrap();
         assert!(batches.iter().all(|batch| cost(batch) <= 100), "{batches:?}");
         // The sentences of a batch have similar lengths, so padding costs less than 1 %.
-        let real: usize = lengths.iter().map(|&pair| side(pair)).sum();
+        let real: usize = lengths.iter().map(|&pair| longer_side(pair)).sum();
         assert!(batches.iter().map(cost).sum::<usize>() < real * 101 / 100);
     }
 
@@ -180,6 +185,7 @@ mod tests {
     #[test]
     fn translation_batches_are_packed_with_eos() {
         let batch = collate(&corpus(), &[2, 1, 0]);
+        // Token 2 is EOS, token 0 is BOS.
         let source = batch.source.unwrap();
         assert_eq!(source.tokens, [14, 15, 2, 11, 12, 13, 2, 10, 2]);
         assert_eq!(source.positions, [0, 1, 2, 0, 1, 2, 3, 0, 1]);
@@ -192,6 +198,7 @@ mod tests {
 
     #[test]
     fn language_model_batches_are_shifted_by_one() {
+        // The stream 10 11 12 EOS 13 EOS is cut into segments of four predicted tokens.
         let corpus = Corpus::language_model(&[vec![10, 11, 12], vec![13]], 4, 8).unwrap();
         let batch = collate(&corpus, &[1, 0]);
         assert_eq!(batch.source, None);

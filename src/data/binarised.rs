@@ -35,6 +35,7 @@ struct Pair {
     target: String,
 }
 
+/// A side of the sentence pairs. In a folder with one language, both sides are the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     Source,
@@ -109,13 +110,14 @@ impl Binarised {
         types: usize,
         check_interrupt: Interrupt,
     ) -> Result<Vec<Vec<u32>>> {
-        let mut found = Vec::new();
+        let mut sentences = Vec::new();
         self.read(split, side, types, |ids| {
-            let words = ids.strip_suffix(&[EOS]).unwrap_or(ids);
-            found.push(words.iter().map(|&id| id.max(UNK)).collect());
+            let without_eos = ids.strip_suffix(&[EOS]).unwrap_or(ids);
+            // Exactly BOS, PAD and EOS have ids below UNK.
+            sentences.push(without_eos.iter().map(|&id| id.max(UNK)).collect());
             check_interrupt()
         })?;
-        Ok(found)
+        Ok(sentences)
     }
 
     /// Returns the language of a side; `None` for a folder with one language.
@@ -126,7 +128,8 @@ impl Binarised {
         })
     }
 
-    /// Calls `visit` with the ids of each sentence. Errors if an id is not below `types`.
+    /// Calls `visit` with the ids of each sentence in one side of a split, EOS included. Errors if an id is not below
+    /// `types`, the number of entries in the dictionary.
     fn read(&self, split: &str, side: Side, types: usize, mut visit: impl FnMut(&[u32]) -> Result<()>) -> Result<()> {
         let name = match (&self.pair, self.language(side)) {
             (Some(pair), Some(language)) => format!("{split}.{}.{language}", pair.named),
@@ -145,7 +148,7 @@ impl Binarised {
             )));
         }
         let (mut file, mut bytes, mut ids) = (BufReader::with_capacity(1 << 20, file), Vec::new(), Vec::new());
-        for (number, &length) in index.lengths.iter().enumerate() {
+        for (sentence, &length) in index.lengths.iter().enumerate() {
             bytes.resize(length as usize * index.kind.bytes, 0);
             file.read_exact(&mut bytes).map_err(|e| Error::io("read", &path, e))?;
             ids.clear();
@@ -157,7 +160,7 @@ impl Binarised {
                         "{}: sentence {} holds the id {id}, and the dictionary has {types} types; it is damaged, or \
                          another dictionary's",
                         path.display(),
-                        number + 1
+                        sentence + 1
                     )));
                 }
                 ids.push(id as u32);
@@ -183,7 +186,8 @@ fn pairs(folder: &Path, split: &str) -> Result<BTreeSet<Pair>> {
     Ok(names.filter_map(pair).collect())
 }
 
-/// Returns the error for a failed access. The message for a missing file says which files are expected.
+/// Returns the error for a failed access; `act` is the verb of what was tried, such as "read". The message for a
+/// missing file says which files are expected.
 fn access_error(act: &'static str, path: &Path, error: std::io::Error) -> Error {
     match error.kind() {
         ErrorKind::NotFound => {
@@ -199,11 +203,13 @@ struct Index {
     kind: IdKind,
     /// The number that the `.bin` file stores for id 0.
     first: i64,
+    /// The number of ids in each sentence, EOS included.
     lengths: Vec<i64>,
     /// The sum of the lengths.
     numbers: i64,
 }
 
+/// The integer type in which a `.bin` file stores ids.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct IdKind {
     bytes: usize,
@@ -221,7 +227,9 @@ const KINDS: [(i64, IdKind); 8] = [
     (9, IdKind { bytes: 4, is_signed: false }),
     (10, IdKind { bytes: 8, is_signed: false }),
 ];
+/// The bytes with which an index of the `mmap` format begins.
 const MMAP: &[u8] = b"MMIDIDX\0\0";
+/// The bytes with which an index of the `cached` and `lazy` formats begins.
 const TORCHNET: &[u8] = b"TNTIDX\0\0";
 
 impl Index {
@@ -238,23 +246,28 @@ impl Index {
         parsed.map_err(|what| Error::invalid(format!("{}: {what}", path.display())))
     }
 
-    /// Parses an index of the `mmap` format, whose starts are in bytes.
+    /// Parses an index of the `mmap` format, whose starts are in bytes. `body` is the index after its first bytes,
+    /// [`MMAP`].
     fn mmap(mut body: &[u8]) -> Result<Self, String> {
         // The fields have the order and the sizes in bytes that the table at the top of this file states.
-        let kind = IdKind::find(one(&mut body, 8)?, one(&mut body, 1)?)?;
-        let count = one(&mut body, 8)?;
-        let (lengths, starts) = (column(&mut body, count, 4)?, column(&mut body, count, 8)?);
+        let (version, code) = (take_number(&mut body, 8)?, take_number(&mut body, 1)?);
+        let kind = IdKind::find(version, code)?;
+        let count = take_number(&mut body, 8)?;
+        let (lengths, starts) = (take_numbers(&mut body, count, 4)?, take_numbers(&mut body, count, 8)?);
+        // In this format, id 0 is stored as 0.
         let index = Index::of(kind, 0, lengths)?;
-        let unit = kind.bytes as i64;
-        index.verified(body, starts.map(|start| (start % unit == 0).then_some(start / unit)))
+        let id_bytes = kind.bytes as i64;
+        index.verified(body, starts.map(|start| (start % id_bytes == 0).then_some(start / id_bytes)))
     }
 
-    /// Parses an index of the `cached` and `lazy` formats, whose starts are in numbers. Ids are stored as id + 1.
+    /// Parses an index of the `cached` and `lazy` formats, whose starts are in numbers. `body` is the index after its
+    /// first bytes, [`TORCHNET`].
     fn torchnet(mut body: &[u8]) -> Result<Self, String> {
         // The fields have the order and the sizes in bytes that the table at the top of this file states.
-        let kind = IdKind::find(one(&mut body, 8)?, one(&mut body, 8)?)?;
-        let bytes = one(&mut body, 8)?;
-        let (count, dimensions) = (one(&mut body, 8)?, one(&mut body, 8)?);
+        let (version, code) = (take_number(&mut body, 8)?, take_number(&mut body, 8)?);
+        let kind = IdKind::find(version, code)?;
+        let bytes = take_number(&mut body, 8)?;
+        let (count, dimensions) = (take_number(&mut body, 8)?, take_number(&mut body, 8)?);
         if bytes != kind.bytes as i64 || dimensions != count {
             return Err(format!(
                 "{count} sentences of {dimensions} dimensions, {bytes} bytes a number; expected one dimension each, of \
@@ -262,10 +275,12 @@ impl Index {
                 kind.bytes
             ));
         }
-        // Both columns of starts have one more entry, the end of the last sentence.
+        // Both columns of starts have one more entry, the end of the last sentence. A count so large that the sum wraps
+        // around becomes negative, and is refused below.
         let with_end = count.wrapping_add(1);
-        let (dimension_starts, starts) = (column(&mut body, with_end, 8)?, column(&mut body, with_end, 8)?);
-        let index = Index::of(kind, 1, column(&mut body, count, 8)?)?;
+        let (dimension_starts, starts) = (take_numbers(&mut body, with_end, 8)?, take_numbers(&mut body, with_end, 8)?);
+        // In this format, id 0 is stored as 1.
+        let index = Index::of(kind, 1, take_numbers(&mut body, count, 8)?)?;
         // Each sentence has one dimension, its length.
         if !dimension_starts.eq(0..with_end) {
             return Err("its sentences have other than one dimension; it is damaged".into());
@@ -273,7 +288,8 @@ impl Index {
         index.verified(body, starts.map(Some))
     }
 
-    /// Builds the index from the lengths of the sentences. Errors if a length is negative or the sum overflows.
+    /// Builds the index from the lengths of the sentences; `first` is the number stored for id 0. Errors if a length is
+    /// negative or the sum overflows.
     fn of(kind: IdKind, first: i64, lengths: impl Iterator<Item = i64>) -> Result<Self, String> {
         let lengths: Vec<i64> = lengths.collect();
         if lengths.iter().any(|length| *length < 0) {
@@ -283,17 +299,17 @@ impl Index {
         Ok(Index { kind, first, numbers: numbers.ok_or("lengths beyond all bounds; it is damaged")?, lengths })
     }
 
-    /// Returns the index if no bytes are left in `rest` and `starts` agree with the lengths. A start inside a number is
-    /// `None`. `starts` may have one more entry, the end of the last sentence.
+    /// Returns the index if no bytes are left in `rest` and `starts` agree with the lengths. Starts are counted in
+    /// numbers; one in the middle of a number is `None`. `starts` may have one more entry, the end of the last sentence.
     fn verified(self, rest: &[u8], mut starts: impl Iterator<Item = Option<i64>>) -> Result<Self, String> {
-        let mut expected = 0;
+        let mut expected_start = 0;
         let is_consistent = self.lengths.iter().all(|length| {
-            let is_expected = starts.next() == Some(Some(expected));
-            expected += length;
+            let is_expected = starts.next() == Some(Some(expected_start));
+            expected_start += length;
             is_expected
         });
         // A start that is left must be the end of the last sentence.
-        if !is_consistent || starts.any(|end| end != Some(expected)) {
+        if !is_consistent || starts.any(|end| end != Some(expected_start)) {
             return Err("lengths and positions contradict each other; it is damaged".into());
         }
         match rest.len() {
@@ -319,17 +335,22 @@ impl IdKind {
 }
 
 /// Takes the next number, of `bytes` bytes, from the front of `body`.
-fn one(body: &mut &[u8], bytes: usize) -> Result<i64, String> {
-    column(body, 1, bytes)?.next().ok_or_else(|| "it is damaged".into())
+fn take_number(body: &mut &[u8], bytes: usize) -> Result<i64, String> {
+    take_numbers(body, 1, bytes)?.next().ok_or_else(|| "it is damaged".into())
 }
 
 /// Takes the next `count` numbers, of `bytes` bytes each, from the front of `body`.
-fn column<'a>(body: &mut &'a [u8], count: i64, bytes: usize) -> Result<impl Iterator<Item = i64> + use<'a>, String> {
+fn take_numbers<'a>(
+    body: &mut &'a [u8],
+    count: i64,
+    bytes: usize,
+) -> Result<impl Iterator<Item = i64> + use<'a>, String> {
     let size = usize::try_from(count).ok().and_then(|count| count.checked_mul(bytes));
     let (numbers, rest) = size
         .and_then(|size| body.split_at_checked(size))
         .ok_or_else(|| format!("{} bytes are left where {count} × {bytes} are due; it is damaged", body.len()))?;
     *body = rest;
+    // All numbers of an index are read as signed. An unsigned one is small, or damaged and refused.
     Ok(numbers.chunks_exact(bytes).map(|bytes| integer(bytes, true)))
 }
 
@@ -349,6 +370,7 @@ mod tests {
 
     const SENTENCES: [&[u32]; 3] = [&[4, 0, 5, EOS], &[EOS], &[6, EOS, 4]];
 
+    /// Returns the index and the `.bin` file of `SENTENCES` in the `mmap` format, with ids of type u16 (code 8).
     fn mmap() -> (Vec<u8>, Vec<u8>) {
         let tokens = SENTENCES.concat().iter().flat_map(|id| (*id as u16).to_le_bytes()).collect();
         let mut index = [MMAP, &1u64.to_le_bytes(), &[8], &3u64.to_le_bytes()].concat();
@@ -357,12 +379,15 @@ mod tests {
         (index, tokens)
     }
 
+    /// Returns the index and the `.bin` file of `SENTENCES` in the `cached` format, with ids of type i32 (code 4).
     fn torchnet() -> (Vec<u8>, Vec<u8>) {
         let tokens = SENTENCES.concat().iter().flat_map(|id| (*id as i32 + 1).to_le_bytes()).collect();
+        // Version, code, bytes of an id, two counts; where dimensions begin; starts in numbers; dimensions.
         let numbers = [1i64, 4, 4, 3, 3, 0, 1, 2, 3, 0, 4, 5, 8, 4, 1, 3];
         ([TORCHNET, &numbers.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<_>>()].concat(), tokens)
     }
 
+    /// Creates a temporary folder with these files (name, content).
     fn folder(files: &[(&str, &[u8])]) -> tempfile::TempDir {
         let folder = tempfile::tempdir().unwrap();
         for (name, content) in files {
@@ -371,11 +396,13 @@ mod tests {
         folder
     }
 
+    /// Reads the sentences of a folder with this index and this `.bin` file; the dictionary has `types` entries.
     fn read(index: &[u8], tokens: &[u8], types: usize) -> Result<Vec<Vec<u32>>> {
         let folder = folder(&[("train.idx", index), ("train.bin", tokens)]);
         Binarised::monolingual(folder.path()).sentences("train", Side::Target, types, &mut || Ok(()))
     }
 
+    /// Returns the error's message, or an empty text for a success.
     fn message<T>(result: Result<T>) -> String {
         result.err().map(|e| e.to_string()).unwrap_or_default()
     }
@@ -390,6 +417,7 @@ mod tests {
 
     #[test]
     fn a_damaged_index_is_an_error_and_allocates_nothing() {
+        // Overwrites the bytes of an index at `at` with `new`, and expects an error that contains `what`.
         let check = |what: &str, (index, tokens): (Vec<u8>, Vec<u8>), at: usize, new: &[u8]| {
             let mut index = index;
             index.splice(at..(at + new.len()).min(index.len()), new.iter().copied());

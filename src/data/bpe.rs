@@ -102,9 +102,9 @@ impl Bpe {
         let mut merges = Vec::with_capacity(listed.len());
         let mut ranks: HashMap<String, HashMap<String, usize>> = HashMap::new();
         for (left, right) in listed {
-            let of_left = ranks.entry(left.clone()).or_default();
-            if !of_left.contains_key(&right) {
-                of_left.insert(right.clone(), merges.len());
+            let right_ranks = ranks.entry(left.clone()).or_default();
+            if !right_ranks.contains_key(&right) {
+                right_ranks.insert(right.clone(), merges.len());
                 merges.push((left, right));
             }
         }
@@ -128,10 +128,10 @@ impl Bpe {
                 out.extend_from_slice(known);
                 continue;
             }
-            let new = self.segment_word(word);
-            out.extend_from_slice(&new);
+            let segmented = self.segment_word(word);
+            out.extend_from_slice(&segmented);
             if pieces.len() < CACHED_WORDS {
-                pieces.insert(word.to_owned(), new);
+                pieces.insert(word.to_owned(), segmented);
             }
         }
         out
@@ -185,14 +185,17 @@ impl Bpe {
         // The last symbol's `next` is `count`, which is no symbol. The first symbol's `previous` is the symbol itself.
         let mut next: Vec<usize> = (1..=count).collect();
         let mut previous: Vec<usize> = (0..count).map(|i| i.saturating_sub(1)).collect();
+        // The rank of the pair whose left symbol has the index `left`; `None` if the pair is not in the list of merges.
         let rank = |symbols: &[Range<usize>], next: &[usize], left: usize| {
             let right = symbols.get(next[left])?.clone();
             self.ranks.get(&marked[symbols[left].clone()])?.get(&marked[right]).copied()
         };
+        // `Reverse` makes the queue return the lowest rank first, and the leftmost pair of that rank.
         let entry = |symbols: &[Range<usize>], next: &[usize], left| Some(Reverse((rank(symbols, next, left)?, left)));
         let mut queue: BinaryHeap<_> = (0..count).filter_map(|left| entry(&symbols, &next, left)).collect();
         while let Some(&Reverse((lowest, _))) = queue.peek() {
-            // All pairs with this rank are joined, from left to right, before any pair that these merges create.
+            // All pairs with this rank are joined, from left to right, before any pair that these merges create. `joined`
+            // has the indices of their left symbols.
             let mut joined = Vec::new();
             while let Some(&Reverse((_, left))) = queue.peek().filter(|Reverse((other, _))| *other == lowest) {
                 queue.pop();
@@ -226,7 +229,7 @@ pub(super) fn spaced_words(line: &str) -> impl Iterator<Item = &str> {
 
 #[cfg(test)]
 pub(super) mod testing {
-    /// Returns a generator of random numbers. Each number is below the argument of its call.
+    /// Returns a linear congruential generator of random numbers. Each number is below the argument of its call.
     pub fn numbers(mut state: u64) -> impl FnMut(usize) -> usize {
         move |n| {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -242,6 +245,7 @@ mod tests {
     const MERGES: &str = "l o\nlo w</w>\no w\ne r</w>\na a\naa a\naa aa\ne s\nes t</w>\nl o\n\u{fc} n\n@ @\n\
         \u{1f600} \u{1f600}</w>\na </w>\naa </w>\n";
 
+    /// Reads merges from a temporary file with this content.
     fn bpe(codes: &str) -> Result<Bpe> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("codes");
@@ -317,8 +321,8 @@ mod tests {
             WordEnd::OnLastCharacter => symbols.last_mut().unwrap().push_str(WORD_END),
         }
         let rank = |pair: &[String]| bpe.ranks.get(&pair[0])?.get(&pair[1]).copied();
-        while let Some(first) = symbols.windows(2).filter_map(rank).min() {
-            let (left, right) = &bpe.merges[first];
+        while let Some(lowest) = symbols.windows(2).filter_map(rank).min() {
+            let (left, right) = &bpe.merges[lowest];
             let mut i = 0;
             while i + 1 < symbols.len() {
                 if symbols[i] == *left && symbols[i + 1] == *right {

@@ -99,6 +99,7 @@ impl Learner {
         let mut symbols = BTreeSet::new();
         interruptible(check_interrupt, words.keys(), |words| {
             for (index, word, character) in words.flat_map(|word| word.char_indices().map(move |(i, c)| (i, word, c))) {
+                // A word's last character also makes a symbol with the end-of-word mark.
                 symbols.insert(character.to_string());
                 if index + character.len_utf8() == word.len() {
                     symbols.insert(format!("{character}{WORD_END}"));
@@ -203,40 +204,43 @@ impl Learner {
 
     /// Joins a pair at the given places, from left to right.
     fn merge(&mut self, (left, right): IdPair, mut places: Vec<u32>) {
-        let spelled = format!("{}{}", self.spelled[left as usize], self.spelled[right as usize]);
+        let text = format!("{}{}", self.spelled[left as usize], self.spelled[right as usize]);
         // The joined text may be that of an existing symbol, which then has its id already.
-        let new = *self.ids.entry(spelled.clone()).or_insert(self.spelled.len() as Id);
-        if new as usize == self.spelled.len() {
-            self.spelled.push(spelled);
+        let joined = *self.ids.entry(text.clone()).or_insert(self.spelled.len() as Id);
+        if joined as usize == self.spelled.len() {
+            self.spelled.push(text);
         }
         places.sort_unstable();
         places.dedup();
         // The pairs that this merge creates, each with the words in which it does.
         let mut created: BTreeMap<IdPair, Vec<u32>> = BTreeMap::new();
         for place in places {
-            let at = place as usize;
-            let right_place = self.next[at];
+            let left_place = place as usize;
+            let right_place = self.next[left_place];
             // The pair may no longer be at this place, because another merge has changed its symbols.
-            if self.symbols[at] != left || right_place == NOWHERE || self.symbols[right_place as usize] != right {
+            if self.symbols[left_place] != left || right_place == NOWHERE || self.symbols[right_place as usize] != right
+            {
                 continue;
             }
-            let (before, after, word) = (self.previous[at], self.next[right_place as usize], self.words[at]);
+            // `before` and `after` are the places of the neighbours of the pair in its word.
+            let (before, after) = (self.previous[left_place], self.next[right_place as usize]);
+            let word = self.words[left_place];
             let weight = self.frequencies[word as usize];
-            self.symbols[at] = new;
+            self.symbols[left_place] = joined;
             self.symbols[right_place as usize] = GONE;
-            self.next[at] = after;
+            self.next[left_place] = after;
             if before != NOWHERE {
-                let symbol = self.symbols[before as usize];
-                self.count(before, (symbol, left), -weight);
-                self.count(before, (symbol, new), weight);
-                created.entry((symbol, new)).or_default().push(word);
+                let neighbour = self.symbols[before as usize];
+                self.count(before, (neighbour, left), -weight);
+                self.count(before, (neighbour, joined), weight);
+                created.entry((neighbour, joined)).or_default().push(word);
             }
             if after != NOWHERE {
                 self.previous[after as usize] = place;
-                let symbol = self.symbols[after as usize];
-                self.count(place, (right, symbol), -weight);
-                self.count(place, (new, symbol), weight);
-                created.entry((new, symbol)).or_default().push(word);
+                let neighbour = self.symbols[after as usize];
+                self.count(place, (right, neighbour), -weight);
+                self.count(place, (joined, neighbour), weight);
+                created.entry((joined, neighbour)).or_default().push(word);
             }
         }
         for (pair, words) in created {
@@ -254,6 +258,7 @@ mod tests {
     use super::*;
     use crate::data::bpe::testing::numbers;
 
+    /// Learns merges without interrupts.
     fn learn<'a>(lines: impl IntoIterator<Item = &'a str>, operations: usize) -> Result<Bpe> {
         Bpe::learn(lines, operations, &mut || Ok(()))
     }
@@ -279,6 +284,7 @@ mod tests {
         assert!(matches!(stopped, Error::Interrupted(_)), "{stopped}");
     }
 
+    /// Returns the merges, each as `left right`.
     fn pairs(bpe: &Bpe) -> Vec<String> {
         bpe.merges().iter().map(|(left, right)| format!("{left} {right}")).collect()
     }

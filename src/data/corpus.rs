@@ -30,7 +30,7 @@ impl Limit {
         Limit { tokens: max_tokens, what: "a batch", flag: "--max-tokens" }
     }
 
-    /// Returns the tighter of two limits.
+    /// Returns the tighter of two limits; `None` is no limit.
     pub fn and(self, other: Option<Limit>) -> Self {
         other.filter(|other| other.tokens < self.tokens).unwrap_or(self)
     }
@@ -70,6 +70,7 @@ impl Corpus {
                 target.len()
             )));
         }
+        // The length of each pair's longer side, with EOS.
         let longer_sides: Vec<usize> =
             source.iter().zip(&target).map(|(source, target)| source.len().max(target.len()) + 1).collect();
         let fits: Vec<bool> = longer_sides.iter().map(|&side| side <= limit.tokens).collect();
@@ -91,7 +92,7 @@ impl Corpus {
     }
 
     /// Builds a corpus for language modelling. The sentences, each followed by EOS, form one stream, which is cut
-    /// into segments.
+    /// into segments. Errors unless `segment_length` is from 1 to `max_tokens`, the size of a batch.
     pub fn language_model(sentences: &[Vec<u32>], segment_length: usize, max_tokens: usize) -> Result<Self> {
         if segment_length == 0 || segment_length > max_tokens {
             return Err(Error::invalid(format!(
@@ -173,7 +174,7 @@ pub fn digest<'a>(sentences: impl IntoIterator<Item = &'a Vec<u32>>, check_inter
     Ok(crc.sum())
 }
 
-/// Keeps the items whose flag is true.
+/// Keeps the items whose flag is true; `flags` has one flag for each item.
 pub fn retain<T>(items: &mut Vec<T>, flags: &[bool]) {
     let mut flags = flags.iter();
     items.retain(|_| flags.next().is_some_and(|&flag| flag));
@@ -183,6 +184,7 @@ pub fn retain<T>(items: &mut Vec<T>, flags: &[bool]) {
 mod tests {
     use super::*;
 
+    /// Returns sentences of these lengths, without EOS.
     fn sentences(lengths: &[usize]) -> Vec<Vec<u32>> {
         lengths.iter().map(|&length| (10..).take(length).collect()).collect()
     }

@@ -38,6 +38,7 @@ pub struct StreamConfig {
 #[derive(Debug)]
 pub struct BatchStream {
     corpus: Arc<Corpus>,
+    /// The (source, target) length of each sentence, EOS included.
     lengths: Vec<(usize, usize)>,
     config: StreamConfig,
     cursor: Cursor,
@@ -84,10 +85,10 @@ impl BatchStream {
     /// Moves the cursor within its epoch to the first batch with at least `share` of the sentences before it, or to the
     /// last batch.
     pub fn behind(mut self, share: f64) -> Self {
-        let least = (share.clamp(0.0, 1.0) * self.corpus.len() as f64).round() as usize;
+        let least_seen = (share.clamp(0.0, 1.0) * self.corpus.len() as f64).round() as usize;
         let mut seen = 0;
         let index = self.plan.iter().position(|batch| {
-            let is_behind = seen >= least;
+            let is_behind = seen >= least_seen;
             seen += batch.len();
             is_behind
         });
@@ -106,6 +107,7 @@ impl BatchStream {
         self.cursor
     }
 
+    /// Moves the cursor to the beginning of an epoch, and plans the batches of that epoch.
     fn begin_epoch(&mut self, epoch: u64) {
         self.cursor = Cursor { epoch, index: 0 };
         self.plan = plan(&self.lengths, self.config.max_tokens, self.config.seed, epoch);
@@ -148,6 +150,7 @@ impl Iterator for BatchStream {
 pub struct Prefetch {
     /// The receiving end of the channel; `None` only while the `Prefetch` is being dropped.
     batches: Option<Receiver<(Batch, Cursor)>>,
+    /// The thread that builds batches; `None` once it has been joined.
     builder: Option<JoinHandle<()>>,
 }
 
@@ -202,6 +205,7 @@ mod tests {
 
     const CONFIG: StreamConfig = StreamConfig { max_tokens: 40, seed: 3, word_dropout: 0.1 };
 
+    /// Returns 60 sentence pairs with 1 to 11 tokens on each side.
     fn corpus() -> Arc<Corpus> {
         let side = |step: usize| (0..60).map(|i| (10..).take(1 + i * step % 11).collect()).collect();
         Arc::new(Corpus { source: Some(side(7)), target: side(5), start: 0 })
@@ -235,12 +239,12 @@ mod tests {
     #[test]
     fn another_batch_size_keeps_the_share_of_sentences() {
         for (before, now) in [(40, 12), (12, 40), (40, 40), (300, 12)] {
-            let of =
+            let stream_of =
                 |max_tokens, cursor| BatchStream::new(corpus(), StreamConfig { max_tokens, ..CONFIG }, cursor).unwrap();
-            for index in 0..of(before, Cursor { epoch: 2, index: 0 }).batches_per_epoch() as u64 {
-                let left = of(before, Cursor { epoch: 2, index });
-                let found = of(now, Cursor { epoch: 2, index: 0 }).behind(left.seen() as f64 / 60.0);
-                let largest = of(now, Cursor::default()).plan.iter().map(Vec::len).max().unwrap();
+            for index in 0..stream_of(before, Cursor { epoch: 2, index: 0 }).batches_per_epoch() as u64 {
+                let left = stream_of(before, Cursor { epoch: 2, index });
+                let found = stream_of(now, Cursor { epoch: 2, index: 0 }).behind(left.seen() as f64 / 60.0);
+                let largest = stream_of(now, Cursor::default()).plan.iter().map(Vec::len).max().unwrap();
                 let (seen, is_last) = (found.seen(), found.cursor().index as usize + 1 == found.batches_per_epoch());
                 assert!(found.cursor().epoch == 2 && seen < left.seen() + largest, "{before} {now} {index}: {seen}");
                 assert!(seen >= left.seen() || is_last, "{before} {now} {index}: {seen}");

@@ -52,10 +52,10 @@ pub fn read_lines(path: impl AsRef<Path>, check_interrupt: Interrupt) -> Result<
     let path = path.as_ref();
     // A compressed file of records, such as `corpus.jsonl.gz`, is a file of records, too.
     let name = if path.extension().is_some_and(|end| end == "gz") { path.with_extension("") } else { path.into() };
-    let end = name.extension().and_then(|end| end.to_str()).unwrap_or_default().to_lowercase();
-    if RECORDS.contains(&end.as_str()) {
+    let extension = name.extension().and_then(|end| end.to_str()).unwrap_or_default().to_lowercase();
+    if RECORDS.contains(&extension.as_str()) {
         return Err(Error::invalid(format!(
-            "{}: .{end} files hold records; expected text with one sentence a line: make one of a field first \
+            "{}: .{extension} files hold records; expected text with one sentence a line: make one of a field first \
              (`normformer-rs text {} --field NAME --output FILE`), or rename the file if it is plain text",
             path.display(),
             quoted(&path.to_string_lossy())
@@ -63,7 +63,7 @@ pub fn read_lines(path: impl AsRef<Path>, check_interrupt: Interrupt) -> Result<
     }
     let bytes = read_bytes(path, check_interrupt)?;
     if let Some((name, _, _, unpack)) =
-        PACKED.iter().find(|(_, at, magic, _)| bytes[bytes.len().min(*at)..].starts_with(magic))
+        PACKED.iter().find(|(_, position, magic, _)| bytes[bytes.len().min(*position)..].starts_with(magic))
     {
         return Err(Error::invalid(format!(
             "{}: {name} file; expected text in UTF-8, plain or gzip: unpack it first (`{unpack}`)",
@@ -89,6 +89,7 @@ pub fn lines_of(path: &Path, bytes: &[u8], check_interrupt: Interrupt) -> Result
             path.display()
         )));
     }
+    // A newline at the end of the file begins no further line.
     let body = bytes.strip_suffix(b"\n").unwrap_or(bytes);
     let to_line = |(index, line): (usize, &[u8])| {
         let line = line.strip_suffix(b"\r").unwrap_or(line);
@@ -113,6 +114,7 @@ pub fn lines_of(path: &Path, bytes: &[u8], check_interrupt: Interrupt) -> Result
             ))),
         }
     };
+    // `?` returns the error of an interrupt; the value is the result of the lines.
     interruptible(check_interrupt, body.split(|&byte| byte == b'\n').enumerate(), |lines| lines.map(to_line).collect())?
 }
 
@@ -178,7 +180,8 @@ fn read_bytes(path: &Path, check_interrupt: Interrupt) -> Result<Vec<u8>> {
     read_whole(path, MultiGzDecoder::new(bytes.as_slice()), damaged, check_interrupt)
 }
 
-/// Reads all bytes from `from`, and calls `check_interrupt` after each chunk. `refused` makes the errors.
+/// Reads all bytes from `from`, and calls `check_interrupt` after each chunk. `refused` converts an error of reading;
+/// `path` is for the error about too little memory.
 fn read_whole(
     path: &Path,
     mut from: impl Read,
@@ -217,6 +220,7 @@ mod tests {
         super::read_parallel(source, target, &mut || Ok(()))
     }
 
+    /// Creates a temporary file with this content.
     fn file(bytes: &[u8]) -> tempfile::NamedTempFile {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(bytes).unwrap();
@@ -306,8 +310,8 @@ mod tests {
     #[test]
     fn an_interrupt_stops_reading() {
         let text = file(&vec![b'\n'; 3 * CHUNK]);
-        for questions in 0..5 {
-            let mut left = questions;
+        for allowed_checks in 0..5 {
+            let mut left = allowed_checks;
             let stopped = super::read_lines(text.path(), &mut || match left {
                 0 => Err(Error::Interrupted("stop".into())),
                 _ => {
@@ -315,7 +319,7 @@ mod tests {
                     Ok(())
                 }
             });
-            assert!(matches!(stopped, Err(Error::Interrupted(_))), "after {questions}");
+            assert!(matches!(stopped, Err(Error::Interrupted(_))), "after {allowed_checks}");
         }
     }
 

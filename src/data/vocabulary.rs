@@ -27,7 +27,9 @@ pub const SPECIALS: [&str; 4] = ["<s>", "<pad>", "</s>", "<unk>"];
 /// not. If a loaded file has such entries (`madeupword0000 0`), they are ordinary pieces.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Vocabulary {
+    /// The piece of each id.
     pieces: Vec<String>,
+    /// The count of each id's piece; 0 for special symbols.
     counts: Vec<u64>,
     ids: HashMap<String, u32>,
 }
@@ -40,6 +42,7 @@ impl Vocabulary {
             *counts.entry(piece).or_default() += 1;
         }
         let mut counted: Vec<(&str, u64)> = counts.into_iter().filter(|(piece, _)| !is_special(piece)).collect();
+        // In UTF-8, the order of bytes, by which Rust compares strings, is the order of code points.
         counted.sort_unstable_by(|(a, a_count), (b, b_count)| b_count.cmp(a_count).then_with(|| a.cmp(b)));
         let mut vocabulary = Self::with_specials();
         for (piece, count) in counted {
@@ -159,6 +162,7 @@ pub fn seen_mask<'a>(len: usize, targets: impl IntoIterator<Item = &'a [u32]>) -
     seen
 }
 
+/// True if the piece is spelt like a special symbol.
 fn is_special(piece: &str) -> bool {
     SPECIALS.contains(&piece)
 }
@@ -167,6 +171,7 @@ fn is_special(piece: &str) -> bool {
 mod tests {
     use super::*;
 
+    /// Loads a vocabulary from a temporary file with this text.
     fn load(text: &str) -> Result<Vocabulary> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("dict.txt");

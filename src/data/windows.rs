@@ -8,6 +8,7 @@ pub struct Window {
     /// The token before the window, which is not predicted, then the tokens to predict, as in a segment of
     /// [`stream`](super::corpus::stream).
     pub row: Vec<u32>,
+    /// The number of tokens at the end of the row that this window scores.
     pub scored: usize,
 }
 
@@ -18,19 +19,19 @@ pub struct Window {
 /// `length` − `stride` tokens of context, or with all of the text before the token. The text is preceded by EOS. If
 /// `stride` = `length`, the windows are the segments of [`stream`](super::corpus::stream).
 pub fn windows(tokens: &[u32], length: usize, stride: usize) -> Vec<Window> {
-    let mut found = Vec::with_capacity(tokens.len().div_ceil(stride.max(1)));
+    let mut cut = Vec::with_capacity(tokens.len().div_ceil(stride.max(1)));
     let mut scored_before = 0;
     for begin in (0..tokens.len()).step_by(stride.max(1)) {
         let end = tokens.len().min(begin + length);
-        let before = begin.checked_sub(1).map_or(EOS, |at| tokens[at]);
-        found.push(Window { row: [&[before], &tokens[begin..end]].concat(), scored: end - scored_before });
+        let before = begin.checked_sub(1).map_or(EOS, |previous| tokens[previous]);
+        cut.push(Window { row: [&[before], &tokens[begin..end]].concat(), scored: end - scored_before });
         scored_before = end;
-        // Every token has been scored.
+        // Every token has been scored, so the windows that would follow score none.
         if end == tokens.len() {
             break;
         }
     }
-    found
+    cut
 }
 
 #[cfg(test)]
