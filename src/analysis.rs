@@ -48,8 +48,9 @@ pub struct Statistics {
 }
 
 impl From<Statistics> for [f64; 7] {
-    fn from(Statistics { distance: s, gradient: g, bounded }: Statistics) -> Self {
-        [s.mean, s.variance, s.power, g.mean, g.variance, g.power, bounded]
+    /// Returns the distances of μ, σ² and ψ², then their gradients, then the share of bounded channels.
+    fn from(Statistics { distance, gradient, bounded }: Statistics) -> Self {
+        [distance.mean, distance.variance, distance.power, gradient.mean, gradient.variance, gradient.power, bounded]
     }
 }
 
@@ -60,6 +61,7 @@ pub struct Columns {
     pub x: Tensor,
     /// True at padding. The mask has x's shape without the last dimension.
     pub pad_mask: Option<Tensor>,
+    /// The norm's γ; `None` means ones.
     pub weight: Option<Tensor>,
     /// The running mean; `None` if the norm does not centre x.
     pub mean: Option<Tensor>,
@@ -76,7 +78,7 @@ impl Columns {
             let (given, found) = (dy.size(), self.x.size());
             return Err(Error::invalid(format!("a gradient of shape {given:?} is no gradient of a norm of {found:?}")));
         }
-        let x = self.real(&self.x)?;
+        let x = self.real_rows(&self.x)?;
         let (count, width) = (x.nrows() as f64, x.ncols());
         // A norm without a running mean does not centre x, so 0 is subtracted instead of the mean.
         let running = self.mean.as_ref().map(vector).transpose()?;
@@ -84,11 +86,12 @@ impl Columns {
         let x = x - &mean;
         let square = (&x * &x).sum_axis(Axis(0)) / count;
         let scale = square.mapv(|v| 1.0 / (v + self.eps).sqrt());
+        // γ/σ_B, or γ/ψ_B if the norm does not centre x.
         let gain = self.weight.as_ref().map_or_else(|| Ok(Array1::ones(width)), vector)? * &scale;
         let mut gradients = [f64::NAN; 2];
         if let Some(dy) = dy {
-            let dy = self.real(dy)?;
-            // The gradients are (γ/σ)⊙mean dy and (γ/σ)⊙mean(dy⊙x̂), where x̂ is x⊙scale and γ/σ is `gain`.
+            let dy = self.real_rows(dy)?;
+            // The gradients are gain⊙mean dy and gain⊙mean(dy⊙x̂), where x̂ = x⊙scale.
             let sums = [dy.sum_axis(Axis(0)), (dy * &x * &scale).sum_axis(Axis(0))];
             gradients = sums.map(|sum| length_over_width(&(sum * &gain / count)));
         }
@@ -97,18 +100,19 @@ impl Columns {
             Some(_) => Moments { mean, variance: square, power: f64::NAN },
             None => Moments { mean: f64::NAN, variance: f64::NAN, power: square },
         };
+        // |γ| ≤ σ_B, or ψ_B, means that the gain is at most 1.
         let bounded = gain.iter().filter(|v| v.abs() <= 1.0).count() as f64 / width as f64;
         // The distance of the means; NaN if the norm keeps no mean.
         let drift = running.as_ref().map_or(f64::NAN, |running| length_over_width(&(&mean - running)));
         Ok(Statistics {
             distance: moments(drift, length_over_width(&(&square - vector(&self.square)?))),
             gradient: moments(gradients[0], gradients[1]),
-            bounded: if count > 0.0 { bounded } else { f64::NAN },
+            bounded: if count > 0.0 { bounded } else { f64::NAN }, // NaN if all rows are padding
         })
     }
 
     /// Returns the rows of x, or of a tensor of its shape, that are not padding.
-    fn real(&self, x: &Tensor) -> Result<Array2<f64>> {
+    fn real_rows(&self, x: &Tensor) -> Result<Array2<f64>> {
         let all = rows(x)?;
         let Some(mask) = &self.pad_mask else { return Ok(all) };
         let mask = vector(mask)?;
@@ -117,8 +121,8 @@ impl Columns {
     }
 }
 
-/// What a model shows of itself while it runs. A model without a watch computes nothing for it. Each function does
-/// nothing unless a watch defines it.
+/// Functions that a model calls while it runs, with what it computes. A model without a watch computes nothing extra.
+/// Each function does nothing unless a watch defines it.
 #[allow(unused_variables)]
 pub trait Watch: Debug {
     /// A stack begins, with the input x.
@@ -160,7 +164,7 @@ pub trait Watch: Debug {
         Ok(())
     }
 
-    /// A connection computes its weights from these scores.
+    /// A residual connection computes its weights from these scores.
     fn mixing(&self, scores: &Tensor) -> Result<()> {
         Ok(())
     }
@@ -168,8 +172,8 @@ pub trait Watch: Debug {
 
 /// The logits of an attention, which are computed only if a watch asks for them.
 pub struct Logits<'a> {
-    /// Calls a function with the logits (…, heads, queries, keys) of some sentences, and with a mask that broadcasts to
-    /// them and is true where the query attends to the key, until all sentences are through.
+    /// Calls a function for one group of sentences after the other, with the logits (…, heads, queries, keys) of the
+    /// group, and with a mask that broadcasts to them and is true where the query attends to the key.
     pub each: &'a EachLogits<'a>,
     /// One more logit for each head, (heads), which belongs to no key.
     pub sinks: Option<&'a Tensor>,
@@ -202,10 +206,14 @@ impl Diagnostics {
         let (mut stacks, norms) = (self.stacks.into_inner(), self.norms.into_inner());
         let outputs: Vec<&Tensor> = norms.iter().map(|norm| &norm.y).collect();
         let gradients = match loss {
-            Some(loss) if !outputs.is_empty() => Tensor::f_run_backward(&[loss], &outputs, false, false)?,
+            Some(loss) if !outputs.is_empty() => {
+                let (keep_graph, create_graph) = (false, false);
+                Tensor::f_run_backward(&[loss], &outputs, keep_graph, create_graph)?
+            }
             _ => Vec::new(),
         };
         for (i, norm) in norms.iter().enumerate() {
+            // The gradient is undefined if the loss does not depend on the norm.
             let dy = gradients.get(i).filter(|dy| dy.defined());
             stacks[norm.stack].statistics.push(norm.input.statistics(dy)?);
         }
@@ -257,6 +265,7 @@ impl Watch for Diagnostics {
     }
 
     fn attention(&self, logits: &Logits) -> Result<()> {
+        // The sum of |score|, and the number of the pairs of a query and a key that it attends to.
         let (mut total, mut pairs) = (0.0, 0.0);
         (logits.each)(&mut |logits, seen| {
             let sizes = logits.f_abs()?.f_masked_fill(&seen.f_logical_not()?, 0.0)?;

@@ -119,7 +119,7 @@ fn check_unweighted(config: &TransformerConfig) -> Result<()> {
         ("v_norm = \"unweighted\"", config.v_norm == Some(ValueNorm::Unweighted)),
     ];
     let Some((option, _)) = options.iter().find(|(_, is_on)| *is_on) else { return Ok(()) };
-    // The encoder's norm is skipped in a model without an encoder.
+    // `encoder_norm` also has a value in a model without an encoder; there it is skipped.
     let norms = [config.encoder_norm(), config.decoder_norm()].into_iter().skip(usize::from(!config.has_encoder()));
     for norm in norms {
         if crate::norm::find(norm)?.name != rms_norm::SPEC.name {
@@ -195,13 +195,13 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
     let is_at_heads = |point: Point, _: &Change| point.is_before_products() || point == Point::AfterHeads;
     let needs_heads = |scheme: &SchemeRef| is_inside(config, scheme, is_at_heads);
     if let Some(scheme) = config.schemes().all().find(|scheme| needs_heads(scheme)) {
-        let others: Vec<&str> =
+        let usable: Vec<&str> =
             SCHEMES.iter().filter(|scheme| !needs_heads(&SchemeRef::Table(scheme))).map(|s| s.name).collect();
         return Err(Error::invalid(format!(
             "residual {:?} has a part between attention's projections, and tensorized attention has no heads: choose one \
              of {}, or options of it without that part",
             scheme.name(),
-            others.join(", ")
+            usable.join(", ")
         )));
     }
     Ok(())
@@ -240,10 +240,11 @@ pub(super) fn check_qk_clip(model: &TransformerConfig, training: &TrainingConfig
     }
 }
 
-/// True if the scheme makes a change inside one of the model's sublayers for which `is_sought` is true.
+/// True if the scheme makes a change inside a sublayer of the model such that `is_sought` is true for the change and its
+/// point in the sublayer.
 fn is_inside(config: &TransformerConfig, scheme: &SchemeRef, is_sought: impl Fn(Point, &Change) -> bool) -> bool {
     let stacks = StackName::of(&config.outline());
-    // The context of each stack's first sublayer.
+    // The context of the first sublayer of each stack.
     let mut firsts = stacks.iter().map(|stack| config.place(*stack, 0));
     firsts.any(|first| {
         // A scheme may differ from layer to layer, so each layer is visited.

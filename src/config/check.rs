@@ -34,6 +34,7 @@ impl TransformerConfig {
             )));
         }
         if self.d_model % self.heads != 0 {
+            // More than 64 heads are possible; the message lists only the usual numbers.
             let divisors: Vec<String> =
                 (1..=self.d_model.min(64)).filter(|h| self.d_model % h == 0).map(|h| h.to_string()).collect();
             return Err(Error::invalid(format!(
@@ -65,8 +66,8 @@ impl TransformerConfig {
         self.check_options_of(&[])
     }
 
-    /// Does the same as [`check_options`](Self::check_options), for a model whose layers have the sublayers `kinds`
-    /// instead of their stack's.
+    /// Checks like [`check_options`](Self::check_options), for a model whose layers have the sublayers `kinds`, or those of
+    /// their stack if `kinds` is empty.
     pub fn check_options_of(&self, kinds: &[Sublayer]) -> Result<()> {
         for (name, p) in [
             ("dropout", Some(self.dropout)),
@@ -150,9 +151,9 @@ impl TransformerConfig {
             let (norm, options) = crate::norm::named(first.norm_name(), &self.options)?;
             let places = (0..first.layers()).flat_map(|layer| LayerContext { layer, ..first }.each());
             let mut around = places.map(|place| schemes.at(&place).around(&place));
-            // A first value of 1 needs no weight that has it.
+            // A norm without a weight works like one whose weight is 1, so a first value of 1 needs no weight.
             if !norm.learns_weight(&options)
-                && around.any(|around| around.changes().filter_map(Change::norm).any(|at| at.start != 1.0))
+                && around.any(|around| around.changes().filter_map(Change::norm).any(|norm| norm.start != 1.0))
             {
                 return Err(Error::invalid(format!(
                     "residual {:?} sets the first value of its norms' weights, and {} has none: leave its option out, or \
@@ -180,7 +181,7 @@ impl TransformerConfig {
             .filter_map(|keyword| keyword.option)
             .find(|option| option.name() != NORM_EPS.name && self.options.value(*option) != option.field("").default);
         if let Some(option) = given_option.filter(|_| ![encoder, decoder].contains(&rms_norm::SPEC.name)) {
-            // The name of a family of norms has a colon.
+            // The message names a norm without this option: if possible a family, whose name has a colon.
             let (name, family) = (option.name(), if encoder.contains(':') { encoder } else { decoder });
             return Err(Error::invalid(format!(
                 "{family} has conventions of its own, so {name} would do nothing: leave it out, or choose norm = {:?}",
@@ -265,6 +266,7 @@ fn owner(option: &str) -> Option<&'static str> {
 }
 
 impl TrainingConfig {
+    /// Checks all options, each alone and against the others.
     pub fn validate(&self) -> Result<()> {
         for (name, value, least) in [
             ("updates", self.updates, 0),
@@ -293,8 +295,8 @@ impl TrainingConfig {
         if self.accumulate > 1 << 16 {
             return Err(Error::invalid(format!("accumulate must be at most 65536, got {}", self.accumulate)));
         }
-        // True if a run never ends because the rate is below min_lr. With the schedules for which this is false the
-        // rate falls without end, or after evaluations.
+        // True if the rate never falls below min_lr, so that this option cannot end the run. With the other schedules
+        // the rate falls without end, or after evaluations.
         let ignores_min_lr = match self.schedule {
             ScheduleName::Constant | ScheduleName::Cosine | ScheduleName::Linear | ScheduleName::Wsd => true,
             ScheduleName::InverseSqrt => self.warmup == 0,
@@ -341,7 +343,7 @@ impl TrainingConfig {
         below_one("beta2", self.beta2)?;
         below_one("label_smoothing", self.label_smoothing)?;
         below_one("word_dropout", self.word_dropout)?;
-        // lr_scale is a factor of TwT eq 7, which gives the rate unless one of these options does.
+        // lr_scale is a factor of the rate in TwT eq 7. It does nothing if `lr` or the schedule gives the rate instead.
         let decides = match (self.schedule, self.lr) {
             (_, Some(lr)) => Some(format!("lr = {lr}")),
             (ScheduleName::NoWarmup, None) => Some("schedule = no-warmup".into()),
@@ -377,10 +379,11 @@ impl TrainingConfig {
             let what = if falls { format!("schedule = {name:?}") } else { "warmup_share".into() };
             return Err(Error::invalid(format!("{what} needs the length of the run: give updates")));
         }
-        let of_wsd = self.schedule == ScheduleName::Wsd;
+        let is_wsd = self.schedule == ScheduleName::Wsd;
+        // `matters` is true if the schedule reads the option.
         for (option, is_given, matters) in [
             ("lr_end", self.lr_end != default.lr_end, falls),
-            ("decay_share", self.decay_share != default.decay_share, of_wsd),
+            ("decay_share", self.decay_share != default.decay_share, is_wsd),
         ] {
             if is_given && !matters {
                 return Err(Error::invalid(format!(
@@ -416,7 +419,9 @@ impl TrainingConfig {
         }
         let of_normuon = [("normuon_beta2", self.normuon_beta2 != default.normuon_beta2)];
         let is_normuon = self.optimizer == OptimizerName::Normuon;
-        let given = of_muon.into_iter().map(|one| (one, is_muon)).chain(of_normuon.map(|one| (one, is_normuon)));
+        // Each option is paired with whether the chosen optimizer reads it.
+        let of_muon = of_muon.into_iter().map(|option| (option, is_muon));
+        let given = of_muon.chain(of_normuon.map(|option| (option, is_normuon)));
         for ((option, is_given), matters) in given {
             if is_given && !matters {
                 return Err(Error::invalid(format!(
@@ -443,6 +448,7 @@ impl DataConfig {
             ("bpe_codes", self.bpe_codes.is_some()),
         ];
         let languages = [("source_lang", self.source_lang.is_some()), ("target_lang", self.target_lang.is_some())];
+        // Returns the name of the first option that is given.
         let given =
             |options: &[(&'static str, bool)]| options.iter().find(|(_, is_given)| *is_given).map(|(name, _)| *name);
         match (&self.data_bin, given(&files), given(&languages)) {

@@ -41,13 +41,14 @@ impl GenerationOptions {
         if !(self.top_p > 0.0 && self.top_p <= 1.0) {
             return refused(format!("top_p must lie in (0, 1] (1: all tokens), got {}", self.top_p));
         }
-        let least = [("max_length", Some(self.max_length), 1), ("sentences", Some(self.sentences), 0)];
+        let counts = [("max_length", Some(self.max_length), 1), ("sentences", Some(self.sentences), 0)];
         let others = [("samples", Some(self.samples), 1), ("top_k", self.top_k, 1), ("context", self.context, 1)];
-        for (name, value, least) in least.into_iter().chain(others) {
+        for (name, value, least) in counts.into_iter().chain(others) {
             if let Some(value) = value.filter(|value| *value < least) {
                 return refused(format!("{name} must be at least {least}, got {value}"));
             }
         }
+        // These options matter only if tokens are drawn at random, and temperature 0 draws none.
         let narrowing = [("top_k", self.top_k.is_some()), ("top_p", self.top_p < 1.0), ("samples", self.samples > 1)];
         match narrowing.iter().find(|(_, given)| *given && self.temperature == 0.0) {
             Some((name, _)) => refused(format!(

@@ -9,7 +9,8 @@ use serde::de::{value::MapAccessDeserializer, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
-/// Declares an option type whose value is a name in one of the package's tables.
+/// Declares an option type whose value is a name in one of the package's tables. `$names` iterates over the table's
+/// names; `$check` errors for a word that is none of them. `$per_layer` is true if each layer may have its own value.
 macro_rules! table_name {
     ($(#[$meta:meta])* $name:ident, $names:expr, $check:expr, per_layer: $per_layer:literal) => {
         $(#[$meta])*
@@ -48,10 +49,12 @@ pub struct Residual {
 }
 
 impl Residual {
+    /// Parses the names of schemes, such as `prenorm` or `postnorm*3,prenorm`.
     pub fn parse(word: &str) -> Result<Self> {
         Ok(Residual { word: word.into(), schemes: Schemes::parse(word)? })
     }
 
+    /// Uses a scheme that a user declares. Errors if the initialisation that it names does not exist.
     pub fn given(scheme: GivenScheme) -> Result<Self> {
         crate::init::find(&scheme.init)?;
         Ok(Residual { word: scheme.name.clone(), schemes: Schemes::given(scheme)? })
@@ -82,6 +85,7 @@ impl<'de> Deserialize<'de> for Residual {
     }
 }
 
+/// Reads a [`Residual`] from a string with names of schemes, or from a map that declares a scheme.
 struct WordOrScheme;
 
 impl<'de> Visitor<'de> for WordOrScheme {
@@ -115,7 +119,10 @@ impl FieldType for Residual {
 pub struct NormName(&'static str);
 
 impl NormName {
+    /// Finds a norm by its name. Errors if there is none.
     pub fn parse(word: &str) -> Result<Self> {
+        // A family keeps its own name here, although `norm::find` would return its norm. Only a name that a user
+        // declares is not among `norm::names`.
         match norm::names().find(|name| *name == word) {
             Some(name) => Ok(NormName(name)),
             None => norm::find(word).map(|spec| NormName(spec.name)),
@@ -138,6 +145,7 @@ impl Serialize for NormName {
 
 impl<'de> Deserialize<'de> for NormName {
     fn deserialize<D: Deserializer<'de>>(d: D) -> std::result::Result<Self, D::Error> {
+        /// Reads a name of a norm from a string, or from a map that declares a norm.
         struct WordOrNorm;
         impl<'de> Visitor<'de> for WordOrNorm {
             type Value = NormName;

@@ -145,7 +145,7 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     }
     let schemes = config.schemes();
     if let (true, Some((option, _))) = (
-        schemes.all().all(|one| one.is_on_sphere()),
+        schemes.all().all(|scheme| scheme.is_on_sphere()),
         scores_options(config).into_iter().find(|(_, is_given)| *is_given),
     ) {
         return Err(Error::invalid(format!(
@@ -166,7 +166,8 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
              {scheme:?} {why}: choose another scheme, or parametrisation \"mup\""
         )));
     }
-    let on_sphere = schemes.all().find(|one| one.is_on_sphere()).map(|one| format!("residual = {:?}", one.name()));
+    let on_sphere = schemes.all().find(|scheme| scheme.is_on_sphere());
+    let on_sphere = on_sphere.map(|scheme| format!("residual = {:?}", scheme.name()));
     // Parts of a model for which only the standard parametrisation is defined.
     let undefined = [
         (is_tensorized, "attention = \"tensorized\""),
@@ -194,14 +195,14 @@ const PLAIN_SUMS: [&str; 4] = ["prenorm", "sandwich", "peri-ln", "olmo2"];
 
 /// Errors if the model is not one for which u-μP is defined, or if options of u-μP are given without it.
 fn check_unit_scaled(config: &TransformerConfig, chosen: &Parametrisation) -> Result<()> {
-    let own = [
+    let own_options = [
         ("attn_softmax_alpha", config.attn_softmax_alpha),
         ("ffn_act_alpha", config.ffn_act_alpha),
         ("res_alpha", config.res_alpha),
         ("res_attn_ratio", config.res_attn_ratio),
     ];
     if !chosen.is_unit_scaled {
-        return match own.into_iter().find(|(_, value)| *value != 1.0) {
+        return match own_options.into_iter().find(|(_, value)| *value != 1.0) {
             Some((option, value)) => Err(Error::invalid(format!(
                 "{option} = {value} would do nothing, as parametrisation is {:?}: leave it out, or choose {}",
                 chosen.name,
@@ -215,6 +216,7 @@ fn check_unit_scaled(config: &TransformerConfig, chosen: &Parametrisation) -> Re
     }
     let has_no_dropout = |rate: Option<f64>| rate.unwrap_or(0.0) == 0.0;
     let is_supported = |norm: &NormName| {
+        // The names of rmsnorm's families begin with "rmsnorm:".
         let family = norm.as_str().split(':').next().unwrap_or_default();
         [rms_norm::SPEC.name, layer_norm::SPEC.name].contains(&family)
     };
@@ -236,6 +238,7 @@ fn check_unit_scaled(config: &TransformerConfig, chosen: &Parametrisation) -> Re
         ("attention_dropout", "0", has_no_dropout(config.attention_dropout)),
         ("activation_dropout", "0", has_no_dropout(config.activation_dropout)),
     ];
+    // Options that must keep their defaults.
     let excluded = [
         "init",
         "output_bias",
@@ -280,6 +283,7 @@ pub(super) fn scores_options(config: &TransformerConfig) -> [(&'static str, bool
     ]
 }
 
+/// Returns the names of the parametrisations for which `is_so` is true, for error messages.
 fn names_where(is_so: impl Fn(&Parametrisation) -> bool) -> String {
     PARAMETRISATIONS.iter().filter(|p| is_so(p)).map(|p| p.name).collect::<Vec<_>>().join(", ")
 }
@@ -295,14 +299,15 @@ mod tests {
         let config: TransformerConfig = crate::config::from_json("model", text).unwrap();
         assert_eq!([8, 32].map(|layers| config.scaled().branch(layers)), [0.5, 0.25]);
         let part = |name, dimensions| parametrisation::part(name, dimensions, parametrisation::DeclaredAs::Weights);
-        let of = |name, dimensions| config.multipliers(name, part(name, dimensions), &[1], StepSize::Entries).1;
+        let multipliers_of =
+            |name, dimensions| config.multipliers(name, part(name, dimensions), &[1], StepSize::Entries).1;
         let encoder = Multipliers { init: 0.5f64.sqrt(), lr: 0.25, weight_decay: 2.0, eps: 0.25 };
-        let found = of("encoder.layers.0.linear1.weight", 2);
+        let found = multipliers_of("encoder.layers.0.linear1.weight", 2);
         assert!((found.init - encoder.init).abs() < 1e-15);
         assert_eq!(Multipliers { init: encoder.init, ..found }, encoder);
         let decoder = Multipliers { init: 1.0, lr: 0.25, weight_decay: 0.0, eps: 0.125 };
-        assert_eq!(of("decoder.layers.0.linear1.bias", 1), decoder);
-        assert_eq!(of("embedding.weight", 2), Multipliers { eps: 0.5, ..Multipliers::ONE });
+        assert_eq!(multipliers_of("decoder.layers.0.linear1.bias", 1), decoder);
+        assert_eq!(multipliers_of("embedding.weight", 2), Multipliers { eps: 0.5, ..Multipliers::ONE });
         assert_eq!(config.scaled().logits(), 0.5);
     }
 }

@@ -45,6 +45,7 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
         return Err(Error::invalid(format!("rope_theta must be greater than 0, got {}", config.rope_theta)));
     }
     let (default, positions) = (TransformerConfig::default(), config.positions);
+    // Returns the error for an option that only the positions `owner` read.
     let unused = |option: &str, value: String, owner: Positions| {
         Err(Error::invalid(format!(
             "{option} = {value} would do nothing, as positions are {:?}: leave it out, or take positions {:?}",
@@ -66,7 +67,8 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     Ok(())
 }
 
-/// Errors if d_model is odd although sines and cosines each need half of a row.
+/// Errors if d_model is odd although sines and cosines each need half of a row, or if a head's width is odd although
+/// rotary positions turn pairs of its numbers.
 pub(super) fn check_sizes(config: &TransformerConfig) -> Result<()> {
     let has_sinusoids = matches!(config.positions, Positions::Twt | Positions::Fairseq);
     if config.d_model % 2 != 0 && (has_sinusoids || config.attention == AttentionName::Tensorized) {

@@ -52,7 +52,8 @@ enum Compared {
     ByText,
 }
 
-/// The effects of all options except the model's. A change of a model's option is always refused.
+/// The effects of all options except the model's; a group without effects may change freely. A change of a model's
+/// option is always refused.
 const EFFECTS: &[(&[&str], Compared, &[Effect])] = &[
     (&["updates", "epochs", "patience", "min_lr"], Compared::ByValue, &[]),
     (&["accumulate"], Compared::ByValue, &[]),
@@ -83,7 +84,7 @@ const EFFECTS: &[(&[&str], Compared, &[Effect])] = &[
     (&["data_bin", "source_lang", "target_lang", "skip_long"], Compared::ByText, &[Place, Loss, Bleu]),
     (&["bpe_operations"], Compared::ByValue, &[Refused]),
     (&["bpe_codes"], Compared::ByText, &[Refused]),
-    // The two options above already show whether the segmentation has changed.
+    // `bpe_operations` and `bpe_codes` above already show whether the segmentation has changed.
     (&["no_bpe"], Compared::ByText, &[]),
     (&["segment_length"], Compared::ByValue, &[Place, Loss]),
 ];
@@ -125,7 +126,9 @@ pub fn changes(
     before: (&TransformerConfig, &TrainingConfig, &DataConfig),
     now: (&TransformerConfig, &TrainingConfig, &DataConfig),
 ) -> Result<Vec<OptionChange>> {
-    let checked = |value: &dyn Fn() -> serde_json::Result<Value>| value().map_err(|e| Error::invalid(e.to_string()));
+    // Runs a conversion to JSON, with this crate's error.
+    let checked =
+        |to_value: &dyn Fn() -> serde_json::Result<Value>| to_value().map_err(|e| Error::invalid(e.to_string()));
     let ((old_model, ..), (new_model, ..)) = (before, now);
     let [old_model, new_model] =
         [checked(&|| serde_json::to_value(old_model))?, checked(&|| serde_json::to_value(new_model))?];
@@ -144,7 +147,7 @@ pub fn changes(
         .flat_map(|(options, _, effects)| options.iter().map(move |name| (*name, *effects)))
         .filter(|(name, _)| before.get(*name) != now.get(*name))
         .map(|(name, effects)| OptionChange {
-            // With a beam of 0 scores are losses, with any other BLEU.
+            // With a beam of 0 the schedule's scores are losses, otherwise BLEU, so they are not comparable.
             effects: match name == "evaluation_beam" && (before[name] == 0 || now[name] == 0) {
                 true => &[Bleu, Scores],
                 false => effects,
@@ -170,18 +173,18 @@ pub fn other_validation() -> OptionChange {
 
 /// True if the best score is not comparable with scores after the change.
 pub fn forgets_best(change: &OptionChange, criterion: Criterion) -> bool {
-    let own = match criterion {
+    let own_effect = match criterion {
         Criterion::Loss => Loss,
         Criterion::Bleu => Bleu,
     };
-    change.effects.contains(&Best) || change.effects.contains(&own)
+    change.effects.contains(&Best) || change.effects.contains(&own_effect)
 }
 
 /// True if the schedule must forget its scores, because the change gives scores another meaning or the schedule another
 /// rule. `has_bleu` is true if the schedule uses BLEU.
 pub fn forgets_scores(change: &OptionChange, has_bleu: bool) -> bool {
-    let own = if has_bleu { Bleu } else { Loss };
-    [own, Scores, Schedule].iter().any(|effect| change.effects.contains(effect))
+    let own_effect = if has_bleu { Bleu } else { Loss };
+    [own_effect, Scores, Schedule].iter().any(|effect| change.effects.contains(effect))
 }
 
 #[cfg(test)]

@@ -49,7 +49,7 @@ impl Candidate {
 }
 
 impl<'a> Beam<'a> {
-    /// Starts with the empty hypothesis in the cache slot `slot`. `source_length` counts EOS. If the source is only EOS,
+    /// Begins with the empty hypothesis in cache slot `slot`. `source_length` counts EOS; if the source is only EOS,
     /// the empty hypothesis is final.
     pub fn new(config: &'a SearchConfig, source_length: usize, slot: usize) -> Self {
         let is_blank = source_length <= 1;

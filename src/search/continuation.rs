@@ -82,8 +82,8 @@ impl TargetVocabulary {
         TargetVocabulary { bias: self.bias.as_ref().map(Tensor::shallow_clone), ids: self.ids.clone() }
     }
 
-    /// Returns the log-softmax over V_t, (slots, V). Tokens that may not come next get −∞ afterwards, so the others keep
-    /// their probabilities.
+    /// Returns the log-softmax over V_t, (slots, V). Tokens that may not come next get −∞ afterwards, so the other ones
+    /// keep their probabilities.
     pub fn log_probabilities(&self, mut logits: Tensor, eos: Eos) -> Result<Tensor> {
         if let Some(bias) = &self.bias {
             logits = logits.f_add_(&bias.f_to_device(logits.device())?)?;
