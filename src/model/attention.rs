@@ -59,11 +59,13 @@ pub struct Cache {
 }
 
 impl Attention {
+    /// Declares the parameters of the attention sublayer at this place.
     pub fn build(b: &mut Builder, place: &LayerContext, init: &Init, has_biases: bool) -> Result<Self> {
         let (d, heads) = (place.model.d_model, place.model.heads);
         let (kv_heads, kv_width) = (place.model.kv_heads, place.kv_width());
         let parts = [(Role::Query, d), (Role::Key, kv_width), (Role::Value, kv_width)];
         let stacked = Fill::Rows(parts.map(|(role, rows)| (rows, init.matrix(role, d, rows, place))).to_vec());
+        // Declares the stacked biases of these parts, if linear layers have biases.
         let bias = |b: &mut Builder, name: &str, parts: &[(Role, i64)]| {
             let width = parts.iter().map(|(_, rows)| rows).sum();
             has_biases.then(|| b.parameter(name, &[width], &init.biases(parts, d))).transpose()
@@ -107,11 +109,12 @@ impl Attention {
         })
     }
 
-    /// Computes self-attention within each sentence.
+    /// Computes self-attention within each sentence, with `causal` to the past alone. x is (rows, d), or (3, rows, d)
+    /// if q, k and v have separate inputs.
     pub fn attend(&self, x: &Tensor, ranges: &Ranges, causal: bool, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let (x, stacked) = self.stacked(x, inside, ctx)?;
-        // If nothing changes q, k or v by themselves, one kernel reads them from the stacked projection. Otherwise `heads`
-        // gets them one by one, and measures the scores itself.
+        // If nothing changes q, k or v by themselves, one kernel reads them from the stacked projection. Otherwise
+        // `heads` gets them one by one, and measures the scores itself.
         if let (Ranges::Packed(table), true) = (ranges, self.stays_stacked(&stacked, inside, ctx)) {
             let part = |start| stacked.f_narrow(1, start, self.d);
             let (q, k) = (part(0)?, part(self.d)?);
@@ -164,6 +167,7 @@ impl Attention {
 
     /// Returns (p, seed, site) of the dropout on attention weights in this pass; `None` if there is none.
     fn dropout<'a>(&self, ctx: &'a Context) -> Option<(f64, &'a Tensor, i64)> {
+        // The site is counted even without dropout, so that later sites always have the same numbers.
         let (site, p) = (ctx.dropout_site(), ctx.rates.attention);
         ctx.seed.as_ref().filter(|_| p > 0.0).map(|seed| (p, seed, site))
     }
@@ -280,10 +284,12 @@ impl Attention {
         self.heads([q, &k, &v], &ranges, false, ctx)
     }
 
-    /// Returns the outputs of all heads side by side, (rows, d).
+    /// Returns the outputs of all heads side by side, (rows, d). The queries are (rows, d), and the keys and values are
+    /// (key rows, kv_width).
     fn heads(&self, [q, k, v]: [&Tensor; 3], ranges: &Ranges, causal: bool, ctx: &Context) -> Result<Tensor> {
         ctx.show(|watch| {
             let (k, extras) = (self.for_each_query(k)?, self.extras());
+            // The watch calls `each` to visit the logits, sentence by sentence.
             let each = |visit: &mut dyn FnMut(Tensor, Tensor) -> Result<()>| {
                 ranges.each_product([q, &k], self.heads, causal, |products, seen| {
                     visit(extras.capped(products.f_mul_scalar(self.scale)?)?, seen)
@@ -349,6 +355,7 @@ impl Attention {
         inside.at(Point::AfterOutput, out, &rows)
     }
 
+    /// True if several query heads share a head of keys and values.
     fn is_grouped(&self) -> bool {
         self.kv_heads < self.heads
     }
@@ -358,7 +365,7 @@ impl Attention {
         if !self.is_grouped() {
             return Ok(x.shallow_clone());
         }
-        let (shared, width) = (self.heads / self.kv_heads, self.d / self.heads);
+        let (shared, width) = (self.heads / self.kv_heads, self.d / self.heads); // query heads per key head, d_head
         let by_head = x.f_reshape([-1, self.kv_heads, 1, width].as_slice())?;
         let repeated = by_head.f_expand([-1, -1, shared, -1].as_slice(), false)?;
         Ok(repeated.f_reshape([-1, self.d].as_slice())?)
@@ -367,7 +374,7 @@ impl Attention {
     /// Computes attention without a causal mask and without dropout. Query heads that share keys and values become
     /// rows of one head, so that keys and values are not repeated.
     fn among_groups(&self, [q, k, v]: [&Tensor; 3], table: &Tensor) -> Result<Tensor> {
-        let (shared, width) = (self.heads / self.kv_heads, self.d / self.heads);
+        let (shared, width) = (self.heads / self.kv_heads, self.d / self.heads); // query heads per key head, d_head
         let rows = q.f_reshape([-1, self.kv_heads, shared, width].as_slice())?.f_transpose(1, 2)?;
         let rows = rows.f_reshape([-1, self.kv_width].as_slice())?; // (rows of q·shared, kv_width)
 

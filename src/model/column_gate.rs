@@ -20,7 +20,8 @@ impl ColumnGate {
 
     /// Returns the gates (rows, gates) of x (rows, d_model), in the computing type.
     pub fn of(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
-        let read = x.f_narrow(-1, 0, self.0.size()[1])?.f_contiguous()?;
-        Ok(ctx.linear(&read, &self.0, None)?.f_sigmoid()?)
+        let weight = &self.0; // (gates, columns)
+        let first_columns = x.f_narrow(-1, 0, weight.size()[1])?.f_contiguous()?;
+        Ok(ctx.linear(&first_columns, weight, None)?.f_sigmoid()?)
     }
 }

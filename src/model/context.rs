@@ -27,12 +27,13 @@ pub struct Rates {
 }
 
 impl Rates {
+    /// Returns the rates of a configuration; those that it leaves out are `dropout`.
     pub fn of(config: &TransformerConfig) -> Self {
-        let or = |p: Option<f64>| p.unwrap_or(config.dropout);
+        let or_default = |p: Option<f64>| p.unwrap_or(config.dropout);
         Rates {
-            embedding: or(config.embedding_dropout),
-            attention: or(config.attention_dropout),
-            activation: or(config.activation_dropout),
+            embedding: or_default(config.embedding_dropout),
+            attention: or_default(config.attention_dropout),
+            activation: or_default(config.activation_dropout),
             residual: config.dropout,
         }
     }
@@ -81,7 +82,7 @@ pub struct Context {
 }
 
 impl Context {
-    /// Returns the settings of an evaluation pass, without dropout.
+    /// Returns the settings of an evaluation pass, without dropout; `kind` is the type of matrix products.
     pub fn evaluation(kind: Kind) -> Self {
         Context {
             train: false,
@@ -107,6 +108,7 @@ impl Context {
         }
     }
 
+    /// Returns the settings of a training pass; `kind` is the type of matrix products.
     pub fn training(rates: Rates, seed: Tensor, kind: Kind) -> Self {
         Context {
             train: true,
@@ -132,7 +134,7 @@ impl Context {
         }
     }
 
-    /// Turns on activation checkpointing if `on`.
+    /// Turns on activation checkpointing if `on`: layers run again for their gradients.
     pub fn recomputing(self, on: bool) -> Self {
         Context { recompute: on, ..self }
     }
@@ -213,12 +215,13 @@ impl Context {
         }
     }
 
+    /// Returns the same settings, which share all tensors and the counter of dropout sites.
     fn clone(&self) -> Self {
         let shared = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
         let (seed, spare) = (shared(&self.seed), shared(&self.spare));
         let (statistics, watch, kept_tensors, dropout_site) =
             (self.statistics.clone(), self.watch.clone(), self.kept_tensors.clone(), self.dropout_site.clone());
-        let tokens = self.tokens.as_ref().map(|(t, at)| (t.shallow_clone(), at.shallow_clone()));
+        let tokens = self.tokens.as_ref().map(|(ids, places)| (ids.shallow_clone(), places.shallow_clone()));
         let (rotation, flat, prepared) = (self.rotation.clone(), self.flat.clone(), self.prepared.clone());
         Context {
             seed,
@@ -255,7 +258,8 @@ impl Context {
         self.watch.as_deref().map_or(Ok(()), record)
     }
 
-    /// Computes y = x Wᵀ + b in the computing type; under u-μP, (x Wᵀ + b)·fan_in^(−1/2).
+    /// Computes y = x Wᵀ + b in the computing type; under u-μP, (x Wᵀ + b)·fan_in^(−1/2). x is (rows, fan_in), W is
+    /// (fan_out, fan_in).
     pub fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         // Products with prepared weights record no gradients.
         let y = match &self.prepared {
@@ -306,6 +310,7 @@ impl Context {
     }
 }
 
+/// Returns the error of a model that reads tokens or positions, in a pass that has none.
 fn no_tokens() -> Error {
     Error::invalid("this pass has no tokens, and the model reads them")
 }

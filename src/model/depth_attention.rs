@@ -9,8 +9,9 @@ use crate::operator::{evaluate, Differentiable};
 use tch::{Kind, Tensor};
 
 /// Reads the outputs v_0, v_1, …, each (…, d), with the query (d), or (queries, d), in which a gain is contained. The
-/// normed form sums up v_i/RMS(v_i). Returns the sum (…, d), or (queries, …, d), and the scores (…, queries, outputs), which
-/// have no gradient. In a training loop (`is_training`) the CPU's kernel computes it, which has no second derivative.
+/// normed form sums up v_i/RMS(v_i). Returns the sum (…, d), or (queries, …, d), and the scores (…, queries, outputs),
+/// which have no gradient. In a training loop (`is_training`) the CPU's kernel computes it, which has no second
+/// derivative.
 pub fn attend(outputs: &[&Tensor], query: &Tensor, is_normed: bool, is_training: bool) -> Result<[Tensor; 2]> {
     let u = query
         .f_to_kind(accumulation(outputs[0].kind()))?
@@ -30,7 +31,7 @@ struct DepthAttentionNode {
 }
 
 impl DepthAttentionNode {
-    /// Calls `compute` with the operands. The node's inputs are the queries, then the outputs.
+    /// Calls `compute` with the kernel's operands. `inputs` are the queries (queries, d), then the outputs (…, d).
     fn with<R>(&self, inputs: Vec<Tensor>, compute: impl FnOnce(&Operands) -> Result<R>) -> Result<R> {
         let inputs = inputs.iter().map(|t| Ok(t.f_contiguous()?)).collect::<Result<Vec<_>>>()?;
         let [queries, outputs @ ..] = &inputs[..] else { unreachable!("the queries are an input") };
@@ -45,6 +46,7 @@ impl Differentiable for DepthAttentionNode {
 
     fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
         self.with(inputs, |given| {
+            // x is (queries, …, d), and the scores are (…, queries, outputs).
             let (first, queries) = (&given.outputs[0], given.queries.size()[0]);
             let mut size = first.size();
             let x = Tensor::f_empty([&[queries], &size[..]].concat(), (first.kind(), first.device()))?;
@@ -57,20 +59,22 @@ impl Differentiable for DepthAttentionNode {
     }
 
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
-        let Some(g) = &gradients[0] else { return Ok(inputs.iter().map(|_| None).collect()) };
+        // The scores, the second result, have no gradient.
+        let Some(dx) = &gradients[0] else { return Ok(inputs.iter().map(|_| None).collect()) };
         self.with(inputs, |given| {
             let first = &given.outputs[0];
             let du = Tensor::f_zeros(given.queries.size().as_slice(), (given.queries.kind(), first.device()))?;
             let dv =
                 given.outputs.iter().map(|_| Tensor::f_empty(first.size().as_slice(), (first.kind(), first.device())));
             let dv = dv.collect::<std::result::Result<Vec<_>, _>>()?;
-            kernel::backward(given, &g.f_contiguous()?.f_unbind(0)?, &du, &dv)?;
+            kernel::backward(given, &dx.f_contiguous()?.f_unbind(0)?, &du, &dv)?;
             Ok(std::iter::once(du).chain(dv).map(Some).collect())
         })
     }
 }
 
-/// Computes the sum and the scores with tch's operations. `u` is (queries, d) in the type of the computation.
+/// Computes the sums (queries, …, d) and the scores (…, queries, outputs) with tch's operations. `u` holds the queries,
+/// (queries, d), in the type of the computation.
 fn composed(outputs: &[&Tensor], u: &Tensor, is_normed: bool) -> Result<[Tensor; 2]> {
     let parts = outputs.iter().map(|v| {
         let v = accumulate(v)?;

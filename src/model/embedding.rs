@@ -33,11 +33,12 @@ pub struct Embeddings {
 }
 
 impl Embeddings {
+    /// Declares the tables of embeddings and positions and the output projection, as the configuration asks.
     pub fn build(b: &mut Builder, config: &TransformerConfig, init: &init::Init) -> Result<Self> {
         let (v, d) = (config.vocab_size, config.d_model);
         let (has_source, scaled) = (config.has_encoder(), config.scaled());
-        let table = |b: &mut Builder, of: Table| {
-            b.within(of.name(), |b| b.parameter("weight", &[v, d], &first_values(of, config, init)))
+        let table = |b: &mut Builder, table: Table| {
+            b.within(table.name(), |b| b.parameter("weight", &[v, d], &first_values(table, config, init)))
         };
         let (source, target) = match config.tie_embeddings {
             Ties::All => {
@@ -86,12 +87,13 @@ impl Embeddings {
         })
     }
 
-    /// Returns drop(α_in(√d·W[token] + position)), (rows, d), in the parameters' type; d under the root is the base
-    /// model's width.
+    /// Returns drop(α_in(√d·W[token] + position)) of source tokens, (rows, d), in the parameters' type; d under the
+    /// root is the base model's width.
     pub fn source(&self, input: &Packed, ctx: &Context) -> Result<Tensor> {
         self.embed(self.source.as_ref().unwrap_or(&self.target), &self.source_positions, input, ctx)
     }
 
+    /// Returns drop(α_in(√d·W[token] + position)) of target tokens, (rows, d), as [`source`](Self::source) does.
     pub fn target(&self, input: &Packed, ctx: &Context) -> Result<Tensor> {
         self.embed(&self.target, &self.target_positions, input, ctx)
     }
@@ -129,11 +131,13 @@ impl Embeddings {
         self.softcap
     }
 
+    /// Returns the bias of the output projection, (V), if there is one.
     pub fn output_bias(&self) -> Option<&Tensor> {
         self.output_bias.as_ref()
     }
 
-    /// Returns logits, (rows, V), in the computing type.
+    /// Returns logits, (rows, V), from h (rows, d), in the computing type `kind`. They are capped if there is a
+    /// softcap.
     pub fn logits(&self, h: &Tensor, kind: Kind) -> Result<Tensor> {
         let logits = linear(h, &self.output_weight()?, self.output_bias.as_ref(), kind, None)?;
         match self.softcap {

@@ -22,6 +22,7 @@ pub struct FeedForward {
 }
 
 impl FeedForward {
+    /// Declares the parameters of the feed-forward sublayer at this place.
     pub fn build(b: &mut Builder, place: &LayerContext, init: &Init, has_biases: bool) -> Result<Self> {
         let (d, f, activation) = (place.model.d_model, place.model.d_ff, place.model.activation);
         let mut layer = |name: &str, role, fan_in, fan_out| {
@@ -40,6 +41,7 @@ impl FeedForward {
         Ok(FeedForward { weight1, bias1, weight2, bias2, activation, gate, unit })
     }
 
+    /// Computes the sublayer's function F(x), (rows, d), with the scheme's changes at the points inside it.
     pub fn forward(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let rows = ctx.rows();
         let x = inside.at(Point::Input, x.shallow_clone(), &rows)?;
@@ -66,7 +68,7 @@ impl FeedForward {
         }
     }
 
-    /// Returns the activation's output, times the gate if there is one, after dropout.
+    /// Returns the activation's output h, times the gate W₃x + b₃ if there is one, after dropout.
     fn dropped(&self, h: Tensor, x: &Tensor, ctx: &Context) -> Result<Tensor> {
         let h = match &self.gate {
             Some((weight, bias)) => h.f_mul(&ctx.linear(x, weight, bias.as_ref())?)?,

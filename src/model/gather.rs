@@ -29,6 +29,7 @@ impl Differentiable for Gather {
     }
 
     fn backward(&self, _: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+        // A row of x has the gradient of its row in the result, or 0 if it is not there.
         let back = |g: &Tensor| Ok(g.f_index_select(0, &self.back)?.f_masked_fill_(&self.absent, 0.0)?);
         gradients.iter().map(|g| g.as_ref().map(back).transpose()).collect()
     }

@@ -35,6 +35,7 @@ impl DeviceBuffer {
         let buffer = DeviceBuffer { bytes: upload(&side_by_side(&tensors)?, device)? };
         let mut start = 0;
         for t in tensors {
+            // The view of bytes becomes a view of the tensor's own type and shape.
             let place = buffer.bytes.f_narrow(0, start as i64, length(t) as i64)?.f_view_dtype(t.kind())?;
             start += length(t).next_multiple_of(ALIGN);
             *t = place.f_view(t.size().as_slice())?;
@@ -57,6 +58,7 @@ impl DeviceBuffer {
     }
 }
 
+/// Returns the number of bytes of a tensor's elements.
 fn length(t: &Tensor) -> usize {
     t.numel() * t.kind().elt_size_in_bytes()
 }

@@ -24,8 +24,9 @@ pub struct JointRead {
     pub mixes: Tensor,
 }
 
-/// Reads streams (…, n, d). W (rows, n·d), s (1) and b (n) are in the type of the computation; `eps` is p's ε. In a training
-/// loop (`is_training`) the CPU's kernel computes it, which has no second derivative.
+/// Reads streams (…, n, d). `parameters` are W (rows, n·d), s (1) and b (n), in the type of the computation. `by` names
+/// the size of vec(H) by which m is divided, and `eps` is p's ε. In a training loop (`is_training`) the CPU's kernel
+/// computes it, which has no second derivative.
 pub fn read(streams: &Tensor, parameters: [&Tensor; 3], by: Divisor, eps: f64, is_training: bool) -> Result<JointRead> {
     if !is_training || streams.numel() == 0 {
         return composed(streams, parameters, by, eps);
@@ -37,7 +38,7 @@ pub fn read(streams: &Tensor, parameters: [&Tensor; 3], by: Divisor, eps: f64, i
     Ok(JointRead { streams, x, mixes })
 }
 
-/// Computes the read with operators and tch's operations.
+/// Computes the read with operators and tch's operations; the arguments are those of [`read`].
 fn composed(streams: &Tensor, [weight, scale, bias]: [&Tensor; 3], by: Divisor, eps: f64) -> Result<JointRead> {
     let flat = accumulate(&streams.f_flatten(-2, -1)?)?; // (…, n·d)
     let normed = match by {
@@ -65,20 +66,21 @@ impl Differentiable for JointReadNode {
 
     fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
         let [streams, weight, scale, bias] = &inputs[..] else { unreachable!("H, W, s and b") };
-        // Another tensor on H's memory, because an input cannot be an output.
+        // H is also an output, and an input cannot be one: so this is another tensor on H's memory.
         let streams = streams.f_detach()?.f_contiguous()?;
         let size = streams.size();
         let [around @ .., n, d] = &size[..] else { unreachable!("streams are (…, n, d)") };
         let shape = shape(&streams, weight);
         let computed = accumulation(streams.kind());
-        let made =
+        // Makes a tensor (…, last) for a result of each position.
+        let empty =
             |last: i64, kind: Kind| Tensor::f_empty([around, &[last]].concat().as_slice(), (kind, streams.device()));
-        let (x, mixes) = (made(*d, streams.kind())?, made(shape.rows, computed)?);
-        let (sigmoids, scales, slopes) = (made(*n, computed)?, made(1, computed)?, made(1, computed)?);
+        let (x, mixes) = (empty(*d, streams.kind())?, empty(shape.rows, computed)?);
+        let (sigmoids, scales, slopes) = (empty(*n, computed)?, empty(1, computed)?, empty(1, computed)?);
         let parameters = [&weight.f_contiguous()?, &bias.f_contiguous()?];
         let numbers = [scale.f_double_value(&[0])?, self.eps];
-        let to = [&x, &mixes, &sigmoids, &scales, &slopes];
-        kernel::forward(shape, &streams, parameters, numbers, self.by, to)?;
+        let results = [&x, &mixes, &sigmoids, &scales, &slopes];
+        kernel::forward(shape, &streams, parameters, numbers, self.by, results)?;
         let rows = |t: &Tensor| t.f_detach()?.f_view([shape.positions, *t.size().last().expect("a last dimension")]);
         let kept = [rows(&mixes)?, rows(&sigmoids)?, rows(&scales)?, rows(&slopes)?];
         self.kept.set(kept).expect("the forward pass runs once");
@@ -88,6 +90,7 @@ impl Differentiable for JointReadNode {
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         let [streams, weight, scale, bias] = &inputs[..] else { unreachable!("H, W, s and b") };
         let forward = self.kept.get().expect("the forward pass has kept them").each_ref();
+        // `written` is the gradient that the sublayer's write gives to H.
         let [written, dx, dm] = &gradients[..] else { unreachable!("a gradient for each result") };
         let shape = shape(streams, weight);
         let (streams, weight) = (streams.f_contiguous()?, weight.f_contiguous()?);
@@ -108,6 +111,7 @@ impl Differentiable for JointReadNode {
     }
 }
 
+/// Returns the sizes of a read from streams (…, n, d) and W (rows, n·d).
 fn shape(streams: &Tensor, weight: &Tensor) -> ReadShape {
     let size = streams.size();
     let [around @ .., n, d] = &size[..] else { unreachable!("streams are (…, n, d)") };

@@ -61,7 +61,8 @@ impl Streams {
         [&self.x].into_iter().chain(&self.others).chain(&self.normed)
     }
 
-    /// Builds streams from the tensors that [`tensors`](Self::tensors) lists, `others` of them beside x.
+    /// Builds streams from the tensors that [`tensors`](Self::tensors) lists: x, `others` streams beside x, and perhaps
+    /// N(x).
     pub fn of(tensors: impl IntoIterator<Item = Tensor>, others: usize, alpha_t: Option<Tensor>) -> Self {
         let mut tensors = tensors.into_iter();
         let x = tensors.next().expect("x is the first of a layer's tensors");
@@ -89,6 +90,7 @@ impl Streams {
 }
 
 impl Layer {
+    /// Builds the layer that contains `place` from its declaration, and declares its parameters.
     pub fn build(
         b: &mut Builder,
         place: &LayerContext,
@@ -129,9 +131,9 @@ impl Layer {
 
     /// Returns how many of the streams' tensors the layer leaves unchanged, for later layers to read.
     pub fn keeps(&self, streams: &Streams) -> usize {
-        let first = self.sublayers.first().and_then(|branch| branch.around.mixing.as_ref());
+        let first_mixing = self.sublayers.first().and_then(|branch| branch.around.mixing.as_ref());
         let tensors = streams.others.len() + 1; // x is one of them
-        first.map_or(0, |mixing| mixing.keeps(tensors))
+        first_mixing.map_or(0, |mixing| mixing.keeps(tensors))
     }
 
     /// Returns how many tensors the layer adds to the streams.
@@ -142,7 +144,7 @@ impl Layer {
 }
 
 impl BuiltSublayer {
-    /// Returns the input of the sublayer's function F.
+    /// Returns the input of the sublayer's function F. A mixing keeps the state of its write in `streams`.
     pub fn input(&self, streams: &mut Streams, ctx: &Context) -> Result<Tensor> {
         let x = match &self.around.mixing {
             Some(mixing) => {
@@ -160,13 +162,14 @@ impl BuiltSublayer {
         }
     }
 
-    /// Returns the streams after the sublayer; f is the output of its function F. If the norm that follows x⁺ has row
-    /// kernels, one fused step computes both. That norm is this sublayer's own after the sum, or `next`, which begins
-    /// the next sublayer or ends the stack.
+    /// Returns the streams after the sublayer; f is the output of its function F, before dropout. If the norm that
+    /// follows x⁺ has row kernels, one fused step computes both. That norm is this sublayer's own after the sum, or
+    /// `next`, which begins the next sublayer or ends the stack.
     pub fn close(&self, mut streams: Streams, f: Tensor, next: Option<&dyn Norm>, ctx: &Context) -> Result<Streams> {
         let BuiltResidual { alpha, beta, skip, branch, after, .. } = &self.around;
         let f = times(branch.apply(f, ctx)?, self.scale)?;
         let alpha_t = streams.alpha_t.as_ref();
+        // The rate, the seed and the site determine the dropout mask of f.
         let (p, seed, site) = (ctx.rates.residual, ctx.seed.as_ref(), ctx.dropout_site());
         // A mixing writes f itself, without α, β and the changes of the plain connection.
         if let Some(mixing) = &self.around.mixing {
@@ -179,7 +182,7 @@ impl BuiltSublayer {
         }
         let x = &skip.apply(streams.x.shallow_clone(), ctx)?;
         let (alpha, beta) = (alpha.now(alpha_t)?, beta.now(alpha_t)?);
-        // In a profiling pass, r is the deviation so far, and the gain on x is the ω that gets this value.
+        // In a profiling pass, r is the standard deviation so far, and the gain on x is the ω that gets this value.
         let deviation = match (&streams.deviation, &alpha) {
             (Some(r), Some(omega)) => {
                 let branch = beta.as_ref().map(|beta| f.f_mul(&beta.f_to_kind(f.kind())?)).transpose()?;
@@ -211,7 +214,7 @@ impl BuiltSublayer {
 }
 
 /// Sets ω to r, and returns the next r = √(Var(ωx) + Var(drop f)), a variance over all elements (docs/spec.md §3.4).
-/// Errors if r is not finite.
+/// (p, seed, site) are the rate, the seed and the site of the dropout. Errors if r is not finite.
 fn profile(
     omega: &Tensor,
     r: &Tensor,

@@ -63,7 +63,7 @@ impl FlatBuffers {
 
 /// Computes y = x Wᵀ + b in the computing type, whatever the types of x and of the parameters; x is (…, columns of W).
 ///
-/// If W and b are in the buffers `flat`, the backward pass adds their gradients directly to the buffers.
+/// If W and b are in the flat buffers `flat`, the backward pass adds their gradients directly to the buffers.
 pub fn linear(
     x: &Tensor,
     weight: &Tensor,
@@ -106,6 +106,7 @@ impl FlatLinear {
         Ok(Some(FlatLinear { weight, bias }))
     }
 
+    /// Computes y = x Wᵀ + b without recording gradients.
     fn value(&self, x: &Tensor) -> Result<Tensor> {
         times(x, &self.weight.value.f_transpose(0, 1)?, self.bias.as_ref().map(|bias| &bias.value))
     }
@@ -129,10 +130,11 @@ impl Differentiable for FlatLinear {
         Ok(vec![self.value(&inputs[0])?])
     }
 
+    /// Adds dW = dyᵀx and db = Σ dy to the flat buffers, and returns dx = dy W.
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         let Some(dy) = &gradients[0] else { return Ok(vec![None]) };
-        let rows = |t: &Tensor| t.f_flatten(0, -2);
-        let (x_rows, dy_rows) = (rows(&inputs[0])?, rows(dy)?);
+        let as_matrix = |t: &Tensor| t.f_flatten(0, -2);
+        let (x_rows, dy_rows) = (as_matrix(&inputs[0])?, as_matrix(dy)?);
         add_product(&self.weight.gradient, &dy_rows, &x_rows)?;
         if let Some(bias) = &self.bias {
             add_rows(&bias.gradient, &dy_rows)?;

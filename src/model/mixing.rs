@@ -42,6 +42,7 @@ enum WriteWeights {
 }
 
 impl BuiltMixing {
+    /// Declares the mixing's parameters, and computes the permutation matrices if its gates need them.
     pub fn build(b: &mut Builder, declared: &Mixing) -> Result<Self> {
         let parameters = declared.parameters().into_iter().map(|parameter| learned(b, parameter));
         let parameters = parameters.collect::<Result<Vec<_>>>()?;
@@ -54,7 +55,7 @@ impl BuiltMixing {
         Ok(BuiltMixing { parameters, permutations, declared: declared.clone() })
     }
 
-    /// Returns the mixing's first tensor, H or v_0, for the stack's input x.
+    /// Returns the mixing's first tensor for the stack's input x: H (…, n, d), whose n streams are all x, or v_0 = x.
     pub fn begin(&self, x: Tensor) -> Result<Tensor> {
         match &self.declared {
             Mixing::Hyper(hyper) => {
@@ -67,7 +68,8 @@ impl BuiltMixing {
     }
 
     /// Returns the input of the sublayer (or of the stack's end), and the state that [`write`](Self::write) needs.
-    /// In a training loop (`is_training`) kernels of the CPU compute it, which have no second derivative.
+    /// `tensors` holds H alone, or v_0, v_1, …; `watch` is shown the scores of gates or outputs. In a training loop
+    /// (`is_training`) kernels of the CPU compute the input, which have no second derivative.
     pub fn read(
         &self,
         tensors: &[&Tensor],
@@ -110,7 +112,8 @@ impl BuiltMixing {
         }
     }
 
-    /// Returns the tensors after the sublayer. f is F(x), to which dropout has been applied.
+    /// Returns the tensors (H, or v_0, v_1, …) after the sublayer. `unwritten` is the state that [`read`](Self::read)
+    /// has returned, and f is F(x) after dropout.
     pub fn write(&self, mut tensors: Vec<Tensor>, unwritten: Option<PendingWrite>, f: Tensor) -> Result<Vec<Tensor>> {
         let f = f.f_to_kind(tensors[0].kind())?;
         match (&self.declared, unwritten) {
@@ -120,6 +123,7 @@ impl BuiltMixing {
             }]),
             (Mixing::Hyper(_), None) => unreachable!("a hyper-connection writes after it has read"),
             (Mixing::Depth(depth), _) => {
+                // Within a block, F(x) is added to the block's sum, the last v.
                 let f = match depth.begins_block {
                     true => f,
                     false => tensors.pop().expect("v_0 is there").f_add(&f)?,
@@ -139,12 +143,12 @@ impl BuiltMixing {
         }
     }
 
-    /// True if this sublayer adds a new tensor to the list of outputs.
+    /// True if this sublayer adds a new tensor to the list v_0, v_1, …
     pub fn adds(&self) -> bool {
         matches!(&self.declared, Mixing::Depth(depth) if depth.begins_block)
     }
 
-    /// Returns the mean over the streams, or over all v, for diagnostics.
+    /// Returns the mean over the streams of H, or over all v, for diagnostics.
     pub fn seen(&self, tensors: &[&Tensor]) -> Result<Tensor> {
         match &self.declared {
             Mixing::Hyper(_) => Ok(tensors[0].f_mean_dim([-2i64].as_slice(), false, None)?),
@@ -153,6 +157,7 @@ impl BuiltMixing {
     }
 }
 
+/// The sublayer's input x, and the state of its write; `None` if nothing is written, as at a stack's end.
 type Read = (Tensor, Option<PendingWrite>);
 
 /// The read of gates that are functions of all streams together, and their scores s·m + b.
@@ -164,7 +169,8 @@ struct Scores {
 }
 
 impl Scores {
-    /// Reads the streams; `eps` is p's ε. `weight` is in the type of the computation.
+    /// Reads x from the streams (…, n, d), and computes m = W vec(H) divided by the size of vec(H) that `by` names. s
+    /// and b may have any type; `weight` is in the type of the computation. `eps` is the number that is added to p.
     fn read(
         streams: &Tensor,
         [weight, scale, bias]: [&Tensor; 3],
@@ -174,20 +180,22 @@ impl Scores {
     ) -> Result<Self> {
         let kind = accumulation(streams.kind());
         let (scale, bias) = (scale.f_to_kind(kind)?, bias.f_to_kind(kind)?);
-        let first = bias.f_narrow(0, 0, streams.size()[streams.dim() - 2])?;
-        let read = joint_read::read(streams, [weight, &scale.f_narrow(0, 0, 1)?, &first], by, eps, is_training)?;
+        // The first numbers of s and b belong to p, which the read needs; the others belong to g and R.
+        let (p_bias, p_scale) = (bias.f_narrow(0, 0, streams.size()[streams.dim() - 2])?, scale.f_narrow(0, 0, 1)?);
+        let read = joint_read::read(streams, [weight, &p_scale, &p_bias], by, eps, is_training)?;
         Ok(Scores { read, scale, bias })
     }
 
-    /// Returns part `index` of s·m + b, which has `count` numbers from number `from` on.
+    /// Returns part `index` of s·m + b, which has `count` numbers from number `from` on. The parts of p, g and R have
+    /// the indices 0, 1 and 2.
     fn part(&self, index: i64, from: i64, count: i64) -> Result<Tensor> {
         let scaled = self.read.mixes.f_narrow(-1, from, count)?.f_mul(&self.scale.f_narrow(0, index, 1)?)?;
         Ok(scaled.f_add(&self.bias.f_narrow(0, from, count)?)?)
     }
 }
 
-/// Reads the streams with [`Gates::Joint`], functions of all streams together. `note` shows the gates' scores to a watch,
-/// here and below.
+/// Reads the streams (…, n, d) with [`Gates::Joint`], functions of all streams together: returns x, and the weights of
+/// the write. `note` shows the gates' scores to a watch.
 fn joint(
     streams: &Tensor,
     [weight, scale, bias]: [&Tensor; 3],
@@ -200,8 +208,10 @@ fn joint(
     let weight = weight.f_to_kind(accumulation(streams.kind()))?;
     let scores = Scores::read(streams, [&weight, scale, bias], Divisor::RootMeanSquare(EPS), EPS, is_training)?;
     note(&scores.read.mixes)?;
+    // g = c·σ(s₁m₁ + b₁) + ε, where c is the magnitude.
     let gates =
         |eps: f64| Ok::<_, Error>(scores.part(1, n, n)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_add_scalar(eps)?);
+    // s has one number for each of p, g and R, as far as these gates have them.
     let write = match scale.size1()? {
         // At the stack's end nothing is written.
         1 => None,
@@ -216,17 +226,18 @@ fn joint(
     Ok((x, write.map(|weights| PendingWrite { streams, weights })))
 }
 
-/// Returns x = Σ_i p_i H_i; p is (…, 1, n).
+/// Returns x = Σ_i p_i H_i, (…, d); p is (…, 1, n).
 fn weighted_stream(streams: &Tensor, p: &Tensor) -> Result<Tensor> {
     Ok(mix_streams(streams, p, None)?.f_squeeze_dim(-2)?)
 }
 
-/// Returns the weights (Rᵀ, g) of a write; g is (…, n, 1).
+/// Returns the weights (Rᵀ, g) of a write, (…, n, n + 1); R is (…, n, n) and g is (…, n, 1).
 fn mixed(r: &Tensor, gates: &Tensor) -> Result<WriteWeights> {
     Ok(WriteWeights::Mixed(Tensor::f_cat(&[&r.f_transpose(-2, -1)?, gates], -1)?))
 }
 
-/// Reads the streams with [`Gates::Permuted`], and computes the write's mean of permutations.
+/// Reads the streams (…, n, d) with [`Gates::Permuted`]: returns x, and the weights of the write, in which R is a mean
+/// of permutations. `permutations` holds all their matrices, (n!, n·n). `note` shows the gates' scores to a watch.
 fn permuted(
     streams: &Tensor,
     [gain, weight, scale, bias]: [&Tensor; 4],
@@ -249,8 +260,8 @@ fn permuted(
     Ok((x, Some(PendingWrite { streams, weights })))
 }
 
-/// Returns all permutation matrices of n elements (n!, n·n) in lexicographic order. P_r has a 1 in row i and column j if
-/// permutation r sends i to j.
+/// Returns all permutation matrices of n elements (n!, n·n) in lexicographic order. P_r has a 1 in row i and column j
+/// if permutation r sends i to j.
 fn permutation_matrices(n: i64) -> Result<Tensor> {
     let mut permutations: Vec<Vec<i64>> = vec![Vec::new()];
     for _ in 0..n {
@@ -264,7 +275,8 @@ fn permutation_matrices(n: i64) -> Result<Tensor> {
     Ok(Tensor::f_from_slice(&ones.collect::<Vec<f64>>())?.f_view([-1, n * n])?)
 }
 
-/// Reads the streams with [`Gates::Each`], which each stream has for itself; `dynamic` is empty, or γ, β, W and s.
+/// Reads the streams (…, n, d) with [`Gates::Each`], which each stream has for itself: returns x, and the weights of
+/// the write. `dynamic` is empty, or γ, β, W and s. `note` shows the gates' scores to a watch.
 fn each(streams: &Tensor, bias: &Tensor, dynamic: &[&Tensor], note: impl Fn(&Tensor) -> Result<()>) -> Result<Read> {
     let size = streams.size();
     let [.., n, d] = size[..] else { unreachable!("streams are (…, n, d)") };
@@ -286,7 +298,8 @@ fn each(streams: &Tensor, bias: &Tensor, dynamic: &[&Tensor], note: impl Fn(&Ten
     Ok((x, Some(PendingWrite { streams: streams.shallow_clone(), weights })))
 }
 
-/// Reads the streams with a gate for each of their channels, [`Gates::Channel`].
+/// Reads the streams (…, n, d) with a gate for each of their channels, [`Gates::Channel`]: returns x, and the gates of
+/// the write, if the matrix `write` is given. `note` shows the gates' scores to a watch.
 fn by_channel(
     streams: &Tensor,
     [gain, down, up]: [&Tensor; 3],
@@ -298,16 +311,16 @@ fn by_channel(
     let h = accumulate(streams)?;
     let cast = |t: &Tensor| t.f_to_kind(h.kind());
     let normed = unit_rms(&h, EPS)?.f_flatten(-2, -1)?.f_mul(&cast(gain)?)?;
-    // The product of a matrix with vec(Ĥ)/n, where `normed` is vec(Ĥ), (…, n·d).
-    let part = |weight: &Tensor| -> Result<Tensor> {
+    // Returns the product of a matrix with vec(Ĥ)/n, where `normed` is vec(Ĥ), (…, n·d).
+    let product = |weight: &Tensor| -> Result<Tensor> {
         Ok(normed.f_linear::<&Tensor>(&cast(weight)?, None)?.f_div_scalar(n as f64)?)
     };
-    let scores = part(down)?.f_silu()?.f_linear::<&Tensor>(&cast(up)?, None)?;
+    let scores = product(down)?.f_silu()?.f_linear::<&Tensor>(&cast(up)?, None)?;
     note(&scores)?;
     let shares = scores.f_sigmoid()?;
     let parts = shares.f_mul(&normed)?.f_unflatten(-1, [n, -1].as_slice())?;
     let x = parts.f_mean_dim([-2i64].as_slice(), false, None::<Kind>)?.f_to_kind(streams.kind())?;
     let Some(write) = write else { return Ok((x, None)) };
-    let gates = part(write)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_unsqueeze(-1)?.f_to_kind(streams.kind())?;
+    let gates = product(write)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_unsqueeze(-1)?.f_to_kind(streams.kind())?;
     Ok((x, Some(PendingWrite { streams: streams.shallow_clone(), weights: WriteWeights::Gated(gates) })))
 }

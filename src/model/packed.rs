@@ -38,7 +38,8 @@ pub struct Packed {
 }
 
 impl Packed {
-    /// Builds packed sentences on the host; [`to`](HostBatch::to) moves them to a device.
+    /// Builds packed sentences on the host; [`to`](HostBatch::to) moves them to a device. Each token has its position
+    /// in its sentence, and sentence i is rows offsets[i]..offsets[i+1].
     pub fn new(tokens: &[i64], positions: &[i64], offsets: Vec<i64>) -> Result<Self> {
         Ok(Packed {
             tokens: Tensor::f_from_slice(tokens)?,
@@ -52,7 +53,8 @@ impl Packed {
         })
     }
 
-    /// Returns the same sentences (on the host), followed by rows of [`PAD`] up to the padded shape.
+    /// Returns the same sentences (on the host), followed by rows of [`PAD`] up to the padded shape. Errors if they do
+    /// not fit this shape.
     pub fn filling(self, padded_shape: PaddedShape) -> Result<Self> {
         let (rows, longest) = (self.rows(), self.lengths.iter().copied().max().unwrap_or(0));
         if rows > padded_shape.rows
@@ -62,9 +64,10 @@ impl Packed {
             let actual = PaddedShape { rows, sentences: self.sentences() as i64, longest };
             return Err(Error::invalid(format!("{actual:?} does not fit {padded_shape:?}")));
         }
+        // Appends rows of `value` to an int64 tensor.
         let fill = |t: &Tensor, value: i64| {
-            let spare = Tensor::f_full([padded_shape.rows - rows].as_slice(), value, (Kind::Int64, Device::Cpu))?;
-            Tensor::f_cat(&[t, &spare], 0)
+            let filler = Tensor::f_full([padded_shape.rows - rows].as_slice(), value, (Kind::Int64, Device::Cpu))?;
+            Tensor::f_cat(&[t, &filler], 0)
         };
         let spare = Tensor::f_arange(padded_shape.rows, (Kind::Int64, Device::Cpu))?.f_ge(rows)?;
         Ok(Packed {
@@ -92,6 +95,7 @@ impl Packed {
             })
             .collect();
         let padded = Packed::of(&rows.iter().map(Vec::as_slice).collect::<Vec<_>>())?;
+        // 1 at real tokens, 0 at padding.
         let real: Vec<f32> =
             self.lengths.iter().flat_map(|n| (0..longest as i64).map(move |i| f32::from(i < *n))).collect();
         let real = Tensor::f_from_slice(&real)?;
@@ -99,10 +103,10 @@ impl Packed {
         Ok(Packed { lengths: self.lengths.clone(), real: Some(real.f_unsqueeze(1)?), spare, ..padded })
     }
 
-    /// Packs sentences on the host.
+    /// Packs sentences of token ids on the host; the positions in each sentence count from 0.
     pub fn of(sentences: &[&[i64]]) -> Result<Self> {
         let tokens = sentences.concat();
-        let positions: Vec<i64> = sentences.iter().flat_map(|s| 0..s.len() as i64).collect();
+        let positions: Vec<i64> = sentences.iter().flat_map(|sentence| 0..sentence.len() as i64).collect();
         let mut offsets = vec![0];
         let mut end = 0;
         for sentence in sentences {
@@ -117,11 +121,11 @@ impl Packed {
     pub fn from_padded(name: &str, padded: &Tensor, vocab_size: i64) -> Result<Self> {
         if has_memory(padded) {
             // An expanded tensor has more elements than its memory holds, so the copy's size is checked first. The
-            // copy is stored about four times: as `all` and `rows` here, then as tokens and positions.
+            // copy is stored about four times: as `ids` and `rows` here, then as tokens and positions.
             let bytes = 4 * size_of::<i64>() as u128 * padded.numel() as u128;
             memory::room(bytes, || format!("{name} of shape {:?} (give fewer or shorter rows)", padded.size()))?;
         }
-        let all: Vec<i64> = host(name, padded)?;
+        let ids: Vec<i64> = host(name, padded)?;
         if padded.kind() != Kind::Int64 || padded.dim() != 2 {
             return Err(Error::invalid(format!(
                 "{name} must be an int64 tensor (batch, length) of token ids, got {:?} {:?}",
@@ -132,7 +136,7 @@ impl Packed {
         let (sentences, length) = padded.size2()?;
         let rows: Vec<Vec<i64>> = (0..sentences)
             .map(|i| {
-                all[(i * length) as usize..((i + 1) * length) as usize].iter().copied().filter(|t| *t != PAD).collect()
+                ids[(i * length) as usize..((i + 1) * length) as usize].iter().copied().filter(|t| *t != PAD).collect()
             })
             .collect();
         if let Some(bad) = rows.iter().flatten().find(|t| !(0..vocab_size).contains(*t)) {
@@ -141,12 +145,12 @@ impl Packed {
         Packed::of(&rows.iter().map(Vec::as_slice).collect::<Vec<_>>())
     }
 
-    /// Puts rows back at their places in `padded`, the batch that [`from_padded`](Self::from_padded) has read.
-    /// Padding gets zeros.
+    /// Puts rows (rows, width) back at the places of their tokens in `padded`, the batch (B, T) of token ids that
+    /// [`from_padded`](Self::from_padded) has read. Returns (B, T, width), with zeros at padding.
     pub fn unpack(&self, rows: &Tensor, padded: &Tensor) -> Result<Tensor> {
         let width = rows.size()[1];
-        let real = padded.f_to_device(rows.device())?.f_ne(PAD)?;
-        let places = real.f_reshape([-1i64].as_slice())?.f_nonzero()?.f_squeeze_dim(1)?;
+        let is_real = padded.f_to_device(rows.device())?.f_ne(PAD)?;
+        let places = is_real.f_reshape([-1i64].as_slice())?.f_nonzero()?.f_squeeze_dim(1)?;
         let out = Tensor::f_zeros([padded.numel() as i64, width].as_slice(), (rows.kind(), rows.device()))?;
         let (batch, length) = padded.size2()?;
         Ok(out.f_index_copy(0, &places, rows)?.f_reshape([batch, length, width].as_slice())?)
@@ -162,6 +166,7 @@ impl Packed {
         self.lengths.iter().all(|n| *n == 0)
     }
 
+    /// Returns the number of sentences.
     pub fn sentences(&self) -> usize {
         self.offsets.len() - 1
     }

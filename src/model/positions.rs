@@ -35,7 +35,8 @@ impl PositionEmbedding {
         })
     }
 
-    /// Returns the row to add to each row of the input, with zeros at padding; `None` if positions add nothing.
+    /// Returns the row to add to each embedded token, (rows, d), with zeros at padding; `None` if positions add
+    /// nothing. `kind` is the type of the embeddings.
     pub fn rows(&self, input: &Packed, kind: Kind) -> Result<Option<Tensor>> {
         let rows = match self {
             PositionEmbedding::Nothing => return Ok(None),
@@ -57,6 +58,7 @@ impl PositionEmbedding {
 pub struct Rotary(Sinusoids);
 
 impl Rotary {
+    /// Returns the rotations of a model; `None` if its positions are not rotary.
     pub fn of(config: &TransformerConfig) -> Option<Self> {
         let layout = SinusoidRow::Rotary { theta: config.rope_theta };
         (config.positions == Positions::Rotary).then(|| Rotary(Sinusoids::new(layout, config.d_model / config.heads)))
@@ -80,8 +82,8 @@ pub struct Rotation {
 }
 
 impl Rotation {
-    /// Rotates queries or keys (rows, n·d_head). The two halves x₁ and x₂ of each head become x₁cos − x₂sin and x₂cos
-    /// + x₁sin, which is GPT-NeoX's layout.
+    /// Rotates queries or keys (rows, heads·d_head). The two halves x₁ and x₂ of each head become x₁cos − x₂sin and
+    /// x₂cos + x₁sin, which is GPT-NeoX's layout.
     pub fn turn(&self, x: &Tensor) -> Result<Tensor> {
         let d_head = 2 * self.cos.size()[2];
         let [first, second] = halves(&x.f_unflatten(-1, [-1, d_head].as_slice())?)?;
@@ -91,6 +93,7 @@ impl Rotation {
     }
 }
 
+/// Returns the first and the second half of the last dimension.
 fn halves(x: &Tensor) -> Result<[Tensor; 2]> {
     let half = x.size().last().expect("rows have a width") / 2;
     Ok([x.f_narrow(-1, 0, half)?, x.f_narrow(-1, half, half)?])

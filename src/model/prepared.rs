@@ -36,7 +36,7 @@ pub enum PreparedWeight {
 }
 
 impl PreparedWeights {
-    /// Computes y = xWᵀ + b in the computing type.
+    /// Computes y = xWᵀ + b in the computing type `kind`. The first call with a weight prepares it, with its bias.
     pub fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Tensor> {
         // A weight without memory has no address that could be the key, so nothing is kept.
         if !has_memory(weight) {
@@ -78,6 +78,7 @@ impl PreparedWeight {
         device == Device::Cpu && matches!(kind, Kind::Float | Kind::Double)
     }
 
+    /// Returns the same weight, which shares its memory.
     pub fn shallow_clone(&self) -> Self {
         match self {
             PreparedWeight::F32(w) => PreparedWeight::F32(w.clone()),
@@ -88,6 +89,7 @@ impl PreparedWeight {
         }
     }
 
+    /// Computes y = xWᵀ + b in the type `kind` for which the weight has been prepared.
     pub fn linear(&self, x: &Tensor, kind: Kind) -> Result<Tensor> {
         let x = x.f_to_kind(kind)?;
         match self {

@@ -21,8 +21,8 @@ pub enum Ranges {
 }
 
 impl Ranges {
-    /// Lets each sentence of `queries` attend to the sentence of the same number in `keys`. Builds the ranges on the
-    /// host, for `device`.
+    /// Returns ranges in which each sentence of `queries` attends to the sentence of the same index in `keys`. The
+    /// ranges are on the host, in the form that `device` needs.
     pub fn between(queries: &Packed, keys: &Packed, device: Device) -> Result<Self> {
         if queries.sentences() != keys.sentences() {
             return Err(Error::invalid(format!(
@@ -31,16 +31,16 @@ impl Ranges {
                 queries.sentences()
             )));
         }
-        let queries_of = queries.offsets.windows(2);
-        let keys_of = keys.offsets.iter().zip(&keys.lengths);
-        let rows = queries_of.zip(keys_of).flat_map(|(ends, (&k_start, &k_len))| {
+        let query_ends = queries.offsets.windows(2);
+        let key_ranges = keys.offsets.iter().zip(&keys.lengths);
+        let table = query_ends.zip(key_ranges).flat_map(|(ends, (&k_start, &k_len))| {
             let (q_start, q_len) = (ends[0], ends[1] - ends[0]); // with padding; `k_len` leaves padding out
             [q_start, q_len, k_start, k_len]
         });
-        let rows: Vec<i64> = rows.collect();
+        let table: Vec<i64> = table.collect();
         let is_causal = false;
         Ranges::fitting(
-            &rows,
+            &table,
             [queries.rows(), keys.rows()],
             queries.padded_shape.zip(keys.padded_shape),
             is_causal,
@@ -48,27 +48,27 @@ impl Ranges {
         )
     }
 
-    /// Lets each token attend to itself and to earlier tokens of its sentence. Padding, which follows the sentence,
-    /// attends to all real tokens.
+    /// Returns ranges in which each token attends to itself and to earlier tokens of its sentence. Padding, which
+    /// follows the sentence, attends to all real tokens. The ranges are on the host, in the form that `device` needs.
     pub fn causal(sentences: &Packed, device: Device) -> Result<Self> {
-        let mut rows = Vec::new();
+        let mut table = Vec::new();
         for (ends, &real) in sentences.offsets.windows(2).zip(&sentences.lengths) {
             let (start, end) = (ends[0], ends[1]);
             // Each range is (q_start, q_len, k_start, k_len). A range's last query reads all its keys, so each row of
             // padding has a range of its own.
-            rows.extend([start, real, start, real]);
-            rows.extend((start + real..end).flat_map(|padding| [padding, 1, start, real]));
+            table.extend([start, real, start, real]);
+            table.extend((start + real..end).flat_map(|padding| [padding, 1, start, real]));
         }
-        let (all, is_causal) = (sentences.rows(), true);
-        Ranges::fitting(&rows, [all, all], sentences.padded_shape.zip(sentences.padded_shape), is_causal, device)
+        let (rows, is_causal) = (sentences.rows(), true);
+        Ranges::fitting(&table, [rows, rows], sentences.padded_shape.zip(sentences.padded_shape), is_causal, device)
     }
 
     /// Builds ranges on a device from a flat list of (q_start, q_len, k_start, k_len).
-    pub fn of(rows: &[i64], device: Device) -> Result<Self> {
+    pub fn of(table: &[i64], device: Device) -> Result<Self> {
         // Column 0 holds the starts of queries, and column 2 those of keys. The next column holds the length.
-        let end = |start: usize| rows.chunks_exact(4).map(|r| r[start] + r[start + 1]).max().unwrap_or(0);
+        let end = |start: usize| table.chunks_exact(4).map(|r| r[start] + r[start + 1]).max().unwrap_or(0);
         let is_causal = false;
-        Ranges::fitting(rows, [end(0), end(2)], None, is_causal, device)?.to(device)
+        Ranges::fitting(table, [end(0), end(2)], None, is_causal, device)?.to(device)
     }
 
     /// Returns the largest q·k of each head, (heads), over all pairs of a query and a key that it attends to; −∞ if
@@ -86,8 +86,8 @@ impl Ranges {
     }
 
     /// Calls `visit` with the products q·k of all heads, (…, heads, queries, keys), and with a mask that broadcasts to
-    /// them and is true where the query attends to the key: once for each sentence, or once for all padded sentences.
-    /// Products of 16-bit rows are f32.
+    /// them. The mask is true where the query attends to the key. There is one call for each sentence, or one for all
+    /// padded sentences. Products of 16-bit rows are f32.
     pub fn each_product(
         &self,
         [q, k]: [&Tensor; 2],
@@ -95,6 +95,7 @@ impl Ranges {
         causal: bool,
         mut visit: impl FnMut(Tensor, Tensor) -> Result<()>,
     ) -> Result<()> {
+        // Splits rows into heads, (…, heads, rows, d_head).
         let split = |t: &Tensor| -> Result<Tensor> {
             let t = if t.kind() == Kind::Double { t.f_detach()? } else { t.f_detach()?.f_to_kind(Kind::Float)? };
             Ok(t.f_unflatten(-1, [heads, -1].as_slice())?.f_transpose(-3, -2)?)
@@ -121,18 +122,19 @@ impl Ranges {
         Ok(())
     }
 
-    /// Builds ranges on the host: padded ones for a GPU or for given `shapes`, if the ranges can be padded, else packed
-    /// ones. `all` holds the numbers of query rows and of key rows, without padding rows.
+    /// Builds ranges on the host from a flat list of (q_start, q_len, k_start, k_len). They are padded for a GPU or for
+    /// given `shapes` of queries and keys, if they can be padded; else they are packed. `row_counts` holds the numbers
+    /// of query rows and of key rows, without the rows that fill up a shape.
     fn fitting(
-        rows: &[i64],
-        all: [i64; 2],
+        table: &[i64],
+        row_counts: [i64; 2],
         shapes: Option<(PaddedShape, PaddedShape)>,
         causal: bool,
         device: Device,
     ) -> Result<Self> {
         if device != Device::Cpu || shapes.is_some() {
             // A causal mask over padded sentences needs as many queries as keys in each.
-            if let Some(padded) = Padded::of(rows, all, shapes)?.filter(|padded| padded.is_square || !causal) {
+            if let Some(padded) = Padded::of(table, row_counts, shapes)?.filter(|padded| padded.is_square || !causal) {
                 return Ok(Ranges::Padded(Rc::new(padded)));
             }
         }
@@ -140,7 +142,7 @@ impl Ranges {
         if shapes.is_some() {
             return Err(Error::invalid("a batch with an empty sentence cannot be filled up"));
         }
-        Ok(Ranges::Packed(Tensor::f_from_slice(rows)?.f_reshape([-1, 4].as_slice())?))
+        Ok(Ranges::Packed(Tensor::f_from_slice(table)?.f_reshape([-1, 4].as_slice())?))
     }
 
     /// Returns causal ranges in which each sentence and its padding form one segment. Padding attends to the whole
@@ -150,19 +152,19 @@ impl Ranges {
             Ranges::Padded(padded) => return Ok(Some(padded.clone())),
             Ranges::Packed(table) => table,
         };
-        let mut rows: Vec<i64> = Vec::new();
+        let mut segments: Vec<i64> = Vec::new(); // a flat list of ranges, as in `table`
         for row in host::<i64>("ranges", table)?.chunks_exact(4) {
             let [q_start, q_len, k_start, k_len] = [row[0], row[1], row[2], row[3]];
             // Padding directly follows its sentence and has the same first key, so it extends the segment.
-            match rows.last_chunk_mut::<4>() {
+            match segments.last_chunk_mut::<4>() {
                 Some([_, segment_len, first_key, _]) if *first_key == k_start => *segment_len += q_len,
-                _ if q_len > 0 => rows.extend([q_start, q_len, k_start, k_len.max(1)]),
+                _ if q_len > 0 => segments.extend([q_start, q_len, k_start, k_len.max(1)]),
                 _ => {}
             }
         }
         // Column 0 holds the starts of queries, and column 2 those of keys. The next column holds the length.
-        let end = |start: usize| rows.chunks_exact(4).map(|r| r[start] + r[start + 1]).max().unwrap_or(0);
-        let padded = Padded::of(&rows, [end(0), end(2)], None)?;
+        let end = |start: usize| segments.chunks_exact(4).map(|r| r[start] + r[start + 1]).max().unwrap_or(0);
+        let padded = Padded::of(&segments, [end(0), end(2)], None)?;
         Ok(padded.map(|padded| padded.to(table.device())).transpose()?.map(Rc::new))
     }
 
@@ -214,14 +216,14 @@ struct Places {
 }
 
 impl Places {
-    /// Computes the places of sentences given as ranges (start, length) of `all` rows, each padded to `longest`.
-    fn of(ranges: &[[i64; 2]], all: i64, longest: i64) -> Result<Self> {
+    /// Computes the places of sentences given as ranges (start, length) of `row_count` rows, each padded to `longest`.
+    fn of(ranges: &[[i64; 2]], row_count: i64, longest: i64) -> Result<Self> {
         // Padding gets copies of its sentence's first row.
         let rows: Vec<i64> = ranges
             .iter()
             .flat_map(|&[start, len]| (0..longest).map(move |i| start + if i < len { i } else { 0 }))
             .collect();
-        let (mut places, mut absent, mut copies) = (vec![0; all as usize], vec![true; all as usize], 0);
+        let (mut places, mut absent, mut copies) = (vec![0; row_count as usize], vec![true; row_count as usize], 0);
         for (s, &[start, len]) in (0..).zip(ranges) {
             for i in 0..len {
                 places[(start + i) as usize] = s * longest + i;
@@ -229,7 +231,7 @@ impl Places {
             }
             copies += len;
         }
-        // If sentences share rows, these rows have several places.
+        // If sentences share rows, these rows have several places, so no list can give the place of each row.
         if copies > absent.iter().filter(|absent| !**absent).count() as i64 {
             places.clear();
         }
@@ -262,13 +264,14 @@ impl HostBatch for Padded {
 }
 
 impl Padded {
-    /// Builds the places on the host, padded to the given shapes of queries and keys. Returns `None` unless the
-    /// ranges contain every query row once and in order, and every sentence has keys.
-    fn of(rows: &[i64], all: [i64; 2], shapes: Option<(PaddedShape, PaddedShape)>) -> Result<Option<Self>> {
+    /// Builds the places on the host from a flat list of (q_start, q_len, k_start, k_len), padded to the given shapes
+    /// of queries and keys, or to the longest sentence. `row_counts` holds the numbers of query rows and of key rows.
+    /// Returns `None` unless the ranges contain every query row once and in order, and every sentence has keys.
+    fn of(table: &[i64], row_counts: [i64; 2], shapes: Option<(PaddedShape, PaddedShape)>) -> Result<Option<Self>> {
         // Each range is [q_start, q_len, k_start, k_len]; these are the columns of the two lengths.
         const Q_LEN: usize = 1;
         const K_LEN: usize = 3;
-        let mut ranges: Vec<[i64; 4]> = rows.chunks_exact(4).map(|r| [r[0], r[1], r[2], r[3]]).collect();
+        let mut ranges: Vec<[i64; 4]> = table.chunks_exact(4).map(|r| [r[0], r[1], r[2], r[3]]).collect();
         // `None` unless each sentence's queries begin where those before it end.
         let in_order = ranges.iter().try_fold(0, |end, [start, len, ..]| (*start == end).then_some(end + len));
         let longest = |column: usize| ranges.iter().map(|r| r[column]).max().unwrap_or(0);
@@ -276,7 +279,7 @@ impl Padded {
         if in_order.is_none() || q_len == 0 || ranges.iter().any(|r| r[K_LEN] == 0) {
             return Ok(None);
         }
-        let all = shapes.map_or(all, |(q, k)| [q.rows, k.rows]);
+        let [q_rows, k_rows] = shapes.map_or(row_counts, |(q, k)| [q.rows, k.rows]);
         let is_square = ranges.iter().all(|r| r[Q_LEN] == r[K_LEN]);
         if let Some((queries, _)) = shapes {
             // The sentences that fill up the batch attend to one key, because a softmax over no keys is NaN. They
@@ -298,8 +301,8 @@ impl Padded {
         let read_keys = |&[_, q_len, k_start, k_len]: &[i64; 4]| [k_start, if q_len > 0 { k_len } else { 0 }];
         let keys: Vec<_> = ranges.iter().map(read_keys).collect();
         Ok(Some(Padded {
-            queries: Places::of(&queries, all[0], q_len)?,
-            keys: Places::of(&keys, all[1], k_len)?,
+            queries: Places::of(&queries, q_rows, q_len)?,
+            keys: Places::of(&keys, k_rows, k_len)?,
             real: is_real(k_len, K_LEN)?.f_reshape([sentences, 1, 1, k_len].as_slice())?,
             gaps: is_real(q_len, Q_LEN)?.f_logical_not()?.f_reshape([-1, 1].as_slice())?,
             sentences,
@@ -377,6 +380,7 @@ impl Padded {
         extras: &Extras,
         dropout: Option<(f64, &Tensor, i64)>,
     ) -> Result<Tensor> {
+        // True where a query must not attend to a key. A causal mask also hides padding keys, which come last.
         let hidden = match causal {
             true => {
                 self.real.f_new_ones([self.q_len, self.k_len].as_slice(), (Kind::Bool, scores.device()))?.f_triu(1)?
@@ -416,6 +420,7 @@ mod tests {
 
     #[test]
     fn padded_attention_equals_the_packed_operator() {
+        // Flat lists of (q_start, q_len, k_start, k_len).
         let itself = [0, 3, 0, 3, 3, 1, 3, 1, 4, 5, 4, 5];
         let other = [0, 3, 0, 2, 3, 1, 2, 6, 4, 5, 8, 1];
         let shared = [0, 1, 0, 4, 1, 1, 4, 3, 2, 1, 0, 4];

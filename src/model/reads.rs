@@ -36,6 +36,7 @@ impl Reads {
         reads
     }
 
+    /// Returns the number of queries.
     pub fn queries(&self) -> usize {
         self.offsets.len() - 1
     }
@@ -88,25 +89,27 @@ impl Reads {
     /// and the ranges.
     pub fn gathered(&self, [k, v]: [&Tensor; 2], device: Device) -> Result<(Tensor, Tensor, Ranges)> {
         // Each range is (q_start, q_len, k_start, k_len), with one query.
-        let all = || (0..self.queries()).map(|i| (i as i64, self.of(i)));
+        let queries = || (0..self.queries()).map(|i| (i as i64, self.of(i)));
         // If the rows of each query follow one another, k and v are used as they are.
-        let are_ranges = all().all(|(_, rows)| rows.windows(2).all(|two| two[0] + 1 == two[1]));
+        let are_ranges = queries().all(|(_, rows)| rows.windows(2).all(|two| two[0] + 1 == two[1]));
         if are_ranges {
             let start = |rows: &[u32]| rows.first().map_or(0, |&row| row as i64);
-            let table: Vec<i64> = all().flat_map(|(i, rows)| [i, 1, start(rows), rows.len() as i64]).collect();
+            let table: Vec<i64> = queries().flat_map(|(i, rows)| [i, 1, start(rows), rows.len() as i64]).collect();
             return Ok((k.shallow_clone(), v.shallow_clone(), Ranges::of(&table, device)?));
         }
         let table: Vec<i64> =
-            all().flat_map(|(i, rows)| [i, 1, self.offsets[i as usize] as i64, rows.len() as i64]).collect();
+            queries().flat_map(|(i, rows)| [i, 1, self.offsets[i as usize] as i64, rows.len() as i64]).collect();
         let index: Vec<i64> = self.rows.iter().map(|&row| row as i64).collect();
         let index = Tensor::f_from_slice(&index)?.f_to_device(device)?;
         Ok((k.f_index_select(0, &index)?, v.f_index_select(0, &index)?, Ranges::of(&table, device)?))
     }
 
+    /// Returns the rows that a query reads.
     fn of(&self, query: usize) -> &[u32] {
         &self.rows[self.offsets[query]..self.offsets[query + 1]]
     }
 
+    /// Appends a query that reads these rows.
     fn push(&mut self, rows: impl IntoIterator<Item = u32>) {
         self.rows.extend(rows);
         self.offsets.push(self.rows.len());

@@ -37,8 +37,8 @@ pub(super) struct BuiltColumnNorm {
     groups: i64,
 }
 
-/// Builds the norm from parameters that have been declared already. Declares the norm's buffers, and returns the clock
-/// t if there is one.
+/// Builds the norm from parameters that have been declared already; `given` holds the values of its options. Declares
+/// the norm's buffers, and returns the clock t if there is one.
 pub(super) fn build(
     spec: &Spec,
     kernels: &'static ColumnNormOpSpec,
@@ -67,13 +67,13 @@ pub(super) fn build(
             false => buffers.push(buffer),
         }
     }
-    let mut buffers = buffers.into_iter();
-    let first = buffers.next().expect("a norm with statistics of columns declares one");
+    let mut statistics = buffers.into_iter();
+    let first = statistics.next().expect("a norm with statistics of columns declares one");
     let groups = count("groups").unwrap_or(0);
     if groups > 0 && context.width % groups != 0 {
         return Err(Error::invalid(format!("a norm of width {} cannot be scaled in {groups} groups", context.width)));
     }
-    let (sync, second, refused) = (given.flag("sync"), buffers.next(), b.refused()?);
+    let (sync, second, refused) = (given.flag("sync"), statistics.next(), b.refused()?);
     let (operator, centred) = (ColumnNormOp::of(kernels), kernels.kernel.centred);
     let built = BuiltColumnNorm { operator, centred, affine, first, second, iters, refused, options, sync, groups };
     Ok((built, clock))
@@ -179,14 +179,14 @@ impl BuiltBlendedNorm {
         context: &NormContext,
         given: &NormArgs,
     ) -> Result<Self> {
-        // In the order of the declaration: η, then the weight and the bias of the row norm.
-        let mut own = std::mem::take(&mut affine.inside).into_iter();
-        let share = own.next().expect("a blended norm declares its share of x");
+        // `inside` holds η, then the weight and the bias of the row norm, in the order of the declaration.
+        let mut inside = std::mem::take(&mut affine.inside).into_iter();
+        let share = inside.next().expect("a blended norm declares its share of x");
         let (columns, clock) = build(spec, blend.columns, affine, b, context, given)?;
         let fade = blend.from.map(|from| Fade {
             operator: RowNormOp::of(from(given)),
-            weight: own.next().expect("a norm that fades declares the weight of the norm of rows"),
-            bias: own.next(),
+            weight: inside.next().expect("a norm that fades declares the weight of the norm of rows"),
+            bias: inside.next(),
             eps: given.float("eps"),
             growth: Growth { steps: given.float("steps") as i64, curve: GrowthCurve::Linear, by_layer: false },
             warm: given.float("warm") as i64,
@@ -200,6 +200,7 @@ impl Norm for BuiltBlendedNorm {
     fn forward(&self, x: &Tensor, rows: &RowContext) -> Result<Tensor> {
         let wide = accumulate(x)?;
         let padding = rows.pad_mask.map(|mask| mask.f_unsqueeze(-1)).transpose()?;
+        // Returns t with zeros at padding.
         let real = |t: &Tensor| match &padding {
             Some(padding) => t.f_masked_fill(padding, 0.0),
             None => Ok(t.shallow_clone()),
@@ -210,7 +211,7 @@ impl Norm for BuiltBlendedNorm {
         let hidden = fade.map(|fade| fade.hidden(&wide, rows.pad_mask)).transpose()?.flatten();
         let blended =
             self.columns.forward(&wide, &RowContext { pad_mask: hidden.as_ref().or(rows.pad_mask), ..*rows })?;
-        // N(x) + η⊙x, in which padding adds nothing
+        // y is N(x) + η⊙x, in which padding adds nothing.
         let mut y = blended.f_add(&x_real.f_mul(&self.share.value()?.f_to_kind(wide.kind())?)?)?;
         if let Some(fade) = fade {
             y = real(&fade.mix(&x_real, &y)?)?;
@@ -234,7 +235,7 @@ impl Fade {
         }))
     }
 
-    /// Returns λ·R(x) + (1−λ)·y, where R is the row norm.
+    /// Returns λ·R(x) + (1−λ)·y, where R is the row norm and λ falls from 1 to 0 over the updates.
     fn mix(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
         // 1 − λ, which is 0 up to update w + 1 and then grows.
         let grown = self.growth.alpha(&self.t.f_sub_scalar(self.warm + 1)?, 0, x.kind())?;

@@ -16,7 +16,8 @@ use crate::operator::{evaluate, Differentiable};
 use std::cell::OnceCell;
 use tch::{Kind, Tensor};
 
-/// Computes drop(softmax(scale·QKᵀ, b))V per head, (rows, d); `sinks` is b, (heads). `ranges` is int64 (sentences, 4),
+/// Computes drop(softmax(scale·QKᵀ, b))V per head, (rows, d), with each head's sink as one more logit of its softmax;
+/// `sinks` is b, (heads). `ranges` is int64 (sentences, 4),
 /// as in [`attention`](crate::operator::attention); `dropout` is (p, seed, site).
 pub fn sink_attention(
     qkv: [&Tensor; 3],
@@ -46,12 +47,13 @@ struct SinkAttention {
 }
 
 impl SinkAttention {
+    /// Returns q, k and v in the form that attention's kernels read.
     fn views(&self, [q, k, v]: [&Tensor; 3]) -> Result<AttentionViews> {
         let [q, k, v] = [view(q)?, view(k)?, view(v)?];
         Ok(AttentionViews { q, k, v, ranges: view(&self.ranges)?, settings: self.settings })
     }
 
-    /// Splits each row into heads, in the type in which sums are computed.
+    /// Splits each row into heads, (rows, heads, d_head), and casts it to `kind`.
     fn heads(&self, t: &Tensor, kind: Kind) -> Result<Tensor> {
         Ok(t.f_to_kind(kind)?.f_unflatten(1, [self.settings.heads, -1].as_slice())?)
     }
@@ -63,13 +65,15 @@ impl Differentiable for SinkAttention {
     }
 
     fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
+        // O = s·O₀ with s = σ(lse − b), from the result O₀ of attention without sinks.
         let [q, k, v, sinks] = &inputs[..] else { unreachable!("queries, keys, values and sinks") };
         let kind = accumulation(q.kind());
-        let plain = Tensor::f_empty(q.size().as_slice(), (q.kind(), q.device()))?;
+        let without_sinks = Tensor::f_empty(q.size().as_slice(), (q.kind(), q.device()))?;
         let lse = Tensor::f_empty([q.size()[0], self.settings.heads].as_slice(), (kind, q.device()))?;
-        forward(&self.views([q, k, v])?, &view(&plain)?, &view(&lse)?)?;
+        forward(&self.views([q, k, v])?, &view(&without_sinks)?, &view(&lse)?)?;
         let share = lse.f_sub(&sinks.f_detach()?.f_to_kind(kind)?)?.f_sigmoid()?; // s
-        let out = self.heads(&plain, kind)?.f_mul(&share.f_unsqueeze(-1)?)?.f_flatten(1, 2)?.f_to_kind(q.kind())?;
+        let out = self.heads(&without_sinks, kind)?.f_mul(&share.f_unsqueeze(-1)?)?;
+        let out = out.f_flatten(1, 2)?.f_to_kind(q.kind())?;
         self.kept.get_or_init(|| [lse, out.detach()]);
         Ok(vec![out])
     }
@@ -83,9 +87,11 @@ impl Differentiable for SinkAttention {
         let (share, sink_share) = (lse.f_sub(&b)?.f_sigmoid()?, b.f_sub(lse)?.f_sigmoid()?); // s and 1 − s
         let [dq, dk, dv] = [q, k, v].map(|t| Tensor::f_empty(t.size().as_slice(), (t.kind(), t.device())));
         let (dq, dk, dv) = (dq?, dk?, dv?);
-        let written = [view(&dq)?, view(&dk)?, view(&dv)?];
-        let with_sinks = lse.f_logaddexp(&b)?;
-        backward(&self.views([q, k, v])?, &view(&dout)?, &view(&with_sinks)?, Some(&view(&share)?), &written)?;
+        let gradient_views = [view(&dq)?, view(&dk)?, view(&dv)?];
+        let lse_with_sinks = lse.f_logaddexp(&b)?;
+        // P = exp(S − lse⁺) sums to s instead of 1, which the kernel is told by `share`.
+        let (dout_view, lse_view) = (view(&dout)?, view(&lse_with_sinks)?);
+        backward(&self.views([q, k, v])?, &dout_view, &lse_view, Some(&view(&share)?), &gradient_views)?;
         let products = self.heads(&dout, lse.kind())?.f_mul(&self.heads(out, lse.kind())?)?;
         let dots = products.f_sum_dim_intlist([-1i64].as_slice(), false, None::<Kind>)?; // ⟨dO, O⟩, (rows, heads)
         let dsinks = dots.f_mul(&sink_share)?.f_sum_dim_intlist([0i64].as_slice(), false, None::<Kind>)?.f_neg()?;

@@ -32,7 +32,7 @@ impl Sinusoids {
         Sinusoids { layout, width, tables: RefCell::default() }
     }
 
-    /// Returns a table that has at least the first `rows` positions, (…, width).
+    /// Returns a table that has at least the first `rows` positions, (rows or more, width). Tables are reused.
     pub fn table(&self, rows: i64, kind: Kind, device: Device) -> Result<Tensor> {
         let mut tables = self.tables.borrow_mut();
         if !tables.last().is_some_and(|t| t.size()[0] >= rows && t.kind() == kind && t.device() == device) {
@@ -42,7 +42,7 @@ impl Sinusoids {
         Ok(tables.last().expect("a table was made above").shallow_clone())
     }
 
-    /// Computes a table of this many rows in f64, then casts it.
+    /// Computes a table (rows, width) in f64, then casts it to `kind`.
     fn make(&self, rows: usize, kind: Kind, device: Device) -> Result<Tensor> {
         let d = self.width as usize;
         let half = d / 2;

@@ -19,6 +19,7 @@ pub struct Smear {
 }
 
 impl Smear {
+    /// Declares the gate and λ, which begins at 0, so that embeddings do not change at first.
     pub fn build(b: &mut Builder, d_model: i64) -> Result<Self> {
         let gate = ColumnGate::build(b, "smear_gate", 1, GATE_COLUMNS, d_model)?;
         let scale = b.own("smear_scale", &[1], &Fill::Constant(0.0), SumsOver::Nothing)?;
@@ -28,7 +29,7 @@ impl Smear {
     /// Returns x (rows, d) after the addition. `before` holds the previous row of each row, or zeros where a sentence
     /// begins.
     pub fn apply(&self, x: &Tensor, before: &Tensor, ctx: &Context) -> Result<Tensor> {
-        let gate = self.gate.of(x, ctx)?.f_to_kind(x.kind())?;
+        let gate = self.gate.of(x, ctx)?.f_to_kind(x.kind())?; // σ(w·x), (rows, 1)
         Ok(x.f_add(&gate.f_mul(&self.scale.f_to_kind(x.kind())?)?.f_mul(before)?)?)
     }
 }

@@ -79,7 +79,7 @@ impl StackCache {
         Ok(())
     }
 
-    /// Stores embeddings x (rows, d) from row `at` on. The first call reserves room for `times` as many rows as x has.
+    /// Stores embeddings x (rows, d) from row `at` on. The first call reserves room for `times` times the rows of x.
     fn write_embeddings(&mut self, x: &Tensor, at: usize, times: i64) -> Result<()> {
         let rows = match &mut self.embeddings {
             Some(rows) => rows,
@@ -114,7 +114,7 @@ impl StackCache {
 pub type StackMemory = Vec<(Tensor, Tensor)>;
 
 impl Stack {
-    /// Builds the encoder or the decoder: the stack of `place`.
+    /// Builds the encoder or the decoder, whichever `place` belongs to, and declares its parameters.
     pub fn build(b: &mut Builder, place: &LayerContext, init: &Init, schemes: &Schemes) -> Result<Self> {
         let flow = schemes.flow(place);
         let has_biases = schemes.has_biases() && place.model.has_biases;
@@ -139,8 +139,8 @@ impl Stack {
         Ok(Stack { body: Rc::new(Body { layers, flow, smear }) })
     }
 
-    /// Runs whole sentences; x is (rows, d). Each token attends to its whole sentence, or with `causal` to its past,
-    /// and to the memory if there is one.
+    /// Runs whole sentences; x is (rows, d). Each token attends to its whole sentence, or with `causal` to its past, by
+    /// the ranges `own`. It also attends to the memory, the encoder's output with its ranges, if there is one.
     pub fn forward(
         &self,
         x: Tensor,
@@ -162,8 +162,8 @@ impl Stack {
             .layers
             .iter()
             .flat_map(|layer| &layer.sublayers)
-            .filter_map(|s| match &s.function {
-                SublayerFunction::CrossAttention(attention) => Some(attention.memory(memory, &s.inside, ctx)),
+            .filter_map(|sublayer| match &sublayer.function {
+                SublayerFunction::CrossAttention(attention) => Some(attention.memory(memory, &sublayer.inside, ctx)),
                 _ => None,
             })
             .collect()
@@ -182,8 +182,8 @@ impl Stack {
     ) -> Result<Tensor> {
         cache.layers.resize_with(self.body.layers.len(), || None);
         let at = cache.length; // the first row of the new slots
-        let rows = offsets.windows(2).map(|ends| at as i64 + ends[0]..at as i64 + ends[1]);
-        cache.reads = std::mem::take(&mut cache.reads).joined(&Reads::ranges(rows));
+        let new_rows = offsets.windows(2).map(|ends| at as i64 + ends[0]..at as i64 + ends[1]);
+        cache.reads = std::mem::take(&mut cache.reads).joined(&Reads::ranges(new_rows));
         cache.length += x.size()[0] as usize;
         let x = self.enter(x, ctx, |x| {
             cache.write_embeddings(x, at, WrittenRows::ROOM_OF_TEXT)?;
@@ -217,7 +217,7 @@ impl Stack {
             return Err(Error::invalid(format!("the cache has {kept} slots, but {slots} tokens are to be added")));
         }
         cache.layers.resize_with(self.body.layers.len(), || None);
-        let at = cache.length;
+        let at = cache.length; // the row of the first slot's token; the others follow
         let x = self.enter(x, ctx, |x| {
             let before = cache.last_embeddings(x)?;
             cache.write_embeddings(x, at, WrittenRows::ROOM_OF_STEP)?;
@@ -254,7 +254,8 @@ impl Stack {
         })
     }
 
-    /// Runs all layers, one after the other; x is the output of [`enter`](Self::enter).
+    /// Runs all layers, one after the other, and ends the stack; x is the output of [`enter`](Self::enter). `layer`
+    /// runs the layer of an index, counted from 0, on the streams.
     fn run(
         &self,
         x: Tensor,
@@ -269,7 +270,8 @@ impl Stack {
         let other_count = other_streams.len();
         let mut streams = Streams::of([x].into_iter().chain(other_streams), other_count, None);
         streams.deviation = deviation;
-        let (alphas, mut outputs) = (flow.alphas(layers.len(), kind)?, vec![]); // `combine` collects the outputs
+        let alphas = flow.alphas(layers.len(), kind)?;
+        let mut outputs = vec![]; // the embedding and the layers' outputs, which `combine` collects
         for index in 0..layers.len() {
             streams.alpha_t = alphas.get(index).map(Tensor::shallow_clone);
             if let Some(combine) = &flow.combine {
@@ -321,7 +323,7 @@ impl Stack {
     }
 
     /// Runs a layer on whole sentences and keeps only its input: the backward pass runs the layer again (activation
-    /// checkpointing).
+    /// checkpointing). The arguments are those of [`forward`](Self::forward).
     fn recomputed(
         &self,
         index: usize,
@@ -337,8 +339,8 @@ impl Stack {
         let (kept_names, kept): (Vec<String>, Vec<Tensor>) =
             std::mem::take(&mut *ctx.kept_tensors().borrow_mut()).into_iter().unzip();
         let sites = Rc::new(Cell::new(0));
-        // Its inputs are the streams' tensors, the kept tensors and the memory. Its outputs are the tensors that the
-        // layer keeps for later layers, then those of the streams that the layer changes.
+        // The closure's inputs are the streams' tensors, the kept tensors and the memory. Its outputs are the tensors
+        // that the layer keeps for later layers, then those of the streams that the layer changes.
         let run_layer = {
             // Both runs begin at the dropout site of `start`, so that they draw the same masks. `sites` tells the
             // caller at which site they end.
@@ -371,11 +373,11 @@ impl Stack {
 
 impl Body {
     /// Runs one layer: the changes at its beginning, then each sublayer and its residual connection. `attend`
-    /// computes the attention sublayers.
+    /// computes the attention sublayers, because whole sentences and single steps need different functions.
     fn layer(&self, index: usize, mut streams: Streams, ctx: &Context, attend: &mut Attend) -> Result<Streams> {
         let Layer { begin, sublayers, .. } = &self.layers[index];
         streams.x = begin.apply(streams.x, ctx)?;
-        for (s, branch) in sublayers.iter().enumerate() {
+        for (number, branch) in sublayers.iter().enumerate() {
             let input = branch.input(&mut streams, ctx)?;
             let f = match &branch.function {
                 SublayerFunction::SelfAttention(a) => attend(Attends::Itself(a), &branch.inside, &input)?,
@@ -383,7 +385,7 @@ impl Body {
                 SublayerFunction::CrossAttention(a) => attend(Attends::Memory(a), &branch.inside, &input)?,
                 SublayerFunction::FeedForward(f) => f.forward(&input, &branch.inside, ctx)?,
             };
-            streams = branch.close(streams, f, self.norm_after(index, s), ctx)?;
+            streams = branch.close(streams, f, self.norm_after(index, number), ctx)?;
         }
         Ok(streams)
     }
@@ -411,6 +413,7 @@ fn row_before(x: &Tensor, ctx: &Context) -> Result<Tensor> {
     Ok(x.f_roll([1].as_slice(), [0].as_slice())?.f_masked_fill(&is_first, 0.0)?)
 }
 
+/// Returns the error of tensorized attention in a decoding step.
 fn no_steps() -> Error {
     Error::invalid("tensorized attention reads whole segments: it does not decode token by token")
 }
@@ -422,12 +425,12 @@ enum Attends<'a> {
     Memory(&'a Attention),
 }
 
-/// The function that computes an attention sublayer, for whole sentences or for one step with a cache. It maps
-/// (attention, inside, input) to F.
+/// The function that computes an attention sublayer, for whole sentences or for one step with a cache. It maps the
+/// attention, the scheme's changes inside it and its input x to F(x).
 type Attend<'a> = dyn FnMut(Attends, &Inside, &Tensor) -> Result<Tensor> + 'a;
 
-/// Returns the attention function for whole sentences. Each token attends to its whole sentence, or with `causal` to
-/// its past, and to the memory if there is one.
+/// Returns the attention function for whole sentences. Each token attends to its whole sentence (`own`), or with
+/// `causal` to its past, and to the memory, an encoder's output with its ranges, if there is one.
 fn whole<'a>(
     own: &'a Ranges,
     causal: bool,

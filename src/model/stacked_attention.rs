@@ -43,6 +43,7 @@ struct StackedAttention {
 }
 
 impl StackedAttention {
+    /// Returns Q, K and V, the thirds of `stacked`, in the form that attention's kernels read.
     fn views(&self, stacked: &Tensor) -> Result<AttentionViews> {
         let [q, k, v] = thirds(stacked)?;
         Ok(AttentionViews { q, k, v, ranges: view(&self.ranges)?, settings: self.settings })
@@ -57,9 +58,9 @@ impl Differentiable for StackedAttention {
     fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
         let stacked = &inputs[0];
         let (rows, columns) = stacked.size2()?;
-        let sums = accumulation(stacked.kind());
+        let sums_kind = accumulation(stacked.kind());
         let out = Tensor::f_empty([rows, columns / 3].as_slice(), (stacked.kind(), stacked.device()))?;
-        let lse = Tensor::f_empty([rows, self.settings.heads].as_slice(), (sums, stacked.device()))?;
+        let lse = Tensor::f_empty([rows, self.settings.heads].as_slice(), (sums_kind, stacked.device()))?;
         forward(&self.views(stacked)?, &view(&out)?, &view(&lse)?)?;
         self.lse.get_or_init(|| lse);
         Ok(vec![out])
@@ -80,6 +81,7 @@ fn thirds(stacked: &Tensor) -> Result<[View; 3]> {
     Ok([part(0)?, part(1)?, part(2)?])
 }
 
+/// Returns a view of a matrix on the CPU for attention's kernels; errors if the tensor is none.
 pub(super) fn view(t: &Tensor) -> Result<View> {
     let wrong = || Error::Torch("attention in training takes matrices on the CPU, row by row".to_string());
     View::of(t).ok_or_else(wrong)

@@ -38,6 +38,7 @@ pub struct Tensorized {
 }
 
 impl Tensorized {
+    /// Declares the parameters of tensorized attention at this place.
     pub fn build(b: &mut Builder, place: &LayerContext, init: &Init, sizes: TensorizedSizes) -> Result<Self> {
         let (d, TensorizedSizes { rank, segment }) = (place.model.d_model, sizes);
         let entries = segment.saturating_mul(segment);
@@ -73,7 +74,7 @@ impl Tensorized {
                 let entries = self.entries(&q, &k.f_narrow(1, 0, keys)?, &v.f_narrow(1, 0, keys)?, absent.as_ref())?;
                 segments.pack(&ctx.linear(&entries.f_flatten(0, 1)?, &self.output(keys)?, None)?)?
             }
-            None => x.f_zeros_like()?.f_to_kind(ctx.kind)?,
+            None => x.f_zeros_like()?.f_to_kind(ctx.kind)?, // there are no rows
         };
         inside.at(Point::AfterOutput, out, &ctx.rows())
     }
@@ -91,9 +92,9 @@ impl Tensorized {
         let core = self.core.f_to_kind(kind)?;
         let weighted = |bias: &Tensor| q.f_add(&bias.f_to_kind(kind)?)?.f_mul(&core)?.f_unsqueeze(2);
         let [content, position] = self.biases.each_ref().map(weighted);
-        // (n, queries, keys, R); the product with v sums over R.
-        let first = content?.f_mul(&k.f_unsqueeze(1)?)?.f_add(&position?.f_mul(&p)?)?;
-        let entries = first.f_reshape([n, queries * keys, rank].as_slice())?.f_matmul(&v.f_transpose(1, 2)?)?;
+        // `scores` is (n, queries, keys, R); the product with v sums over R.
+        let scores = content?.f_mul(&k.f_unsqueeze(1)?)?.f_add(&position?.f_mul(&p)?)?;
+        let entries = scores.f_reshape([n, queries * keys, rank].as_slice())?.f_matmul(&v.f_transpose(1, 2)?)?;
         // An entry of keys j and k is 0 if either key comes after the query, or is padding.
         let indices = |end: i64| Tensor::f_arange(end, (Kind::Int64, device));
         let future = indices(keys)?.f_gt_tensor(&indices(queries)?.f_unsqueeze(1)?)?; // (queries, keys)

@@ -47,6 +47,7 @@ impl Transformer {
         Transformer::build(config, Builder::given_to_train(tensors))
     }
 
+    /// Builds the model; `b` creates its parameters or looks them up.
     fn build(config: &TransformerConfig, b: Builder) -> Result<Self> {
         config.validate()?;
         let mut b = b.scaled(config.scaled());
@@ -73,37 +74,37 @@ impl Transformer {
 
     /// Sets the gains that the scheme measures on one training batch, padding included. No norm's statistics are
     /// updated.
-    pub fn profile(&self, read: &Sentences, ctx: Context) -> Result<()> {
-        if [Some(&read.target), read.source.as_ref()].into_iter().flatten().any(Packed::is_empty) {
+    pub fn profile(&self, batch: &Sentences, ctx: Context) -> Result<()> {
+        if [Some(&batch.target), batch.source.as_ref()].into_iter().flatten().any(Packed::is_empty) {
             return Err(Error::invalid(
                 "gains cannot be taken from a batch of which a side holds no token but padding",
             ));
         }
         let device = self.device();
-        let source = read.source.as_ref().map(Packed::with_padding).transpose()?;
-        let padded = Sentences::new(source, read.target.with_padding()?, device)?.to(device)?;
+        let source = batch.source.as_ref().map(Packed::with_padding).transpose()?;
+        let padded = Sentences::new(source, batch.target.with_padding()?, device)?.to(device)?;
         tch::no_grad(|| self.features(&padded, &ctx.profiling()).map(drop))
     }
 
     /// Returns the input of the output projection: the decoder's output, (target rows, d_model), times the factor
     /// that the parametrisation sets.
-    pub fn features(&self, read: &Sentences, ctx: &Context) -> Result<Tensor> {
-        times(self.decoded(read, ctx)?, self.config.scaled().logits())
+    pub fn features(&self, batch: &Sentences, ctx: &Context) -> Result<Tensor> {
+        times(self.decoded(batch, ctx)?, self.config.scaled().logits())
     }
 
-    /// Returns the decoder's output, (target rows, d_model).
-    fn decoded(&self, read: &Sentences, ctx: &Context) -> Result<Tensor> {
-        let Sentences { source, target, own, across } = read;
+    /// Returns the decoder's output, (target rows, d_model). Encodes the source first, if the model has an encoder.
+    fn decoded(&self, batch: &Sentences, ctx: &Context) -> Result<Tensor> {
+        let Sentences { source, target, own, across } = batch;
         self.config.check_lengths(&target.lengths)?;
         let on_target = self.over(target, ctx)?;
         let causal = true; // in the decoder; the encoder's tokens attend to all others
         match (&self.encoder, source.as_ref().zip(across.as_ref())) {
-            (Some(encoder), Some((source, [among, across]))) => {
+            (Some(encoder), Some((source, [within_source, to_source]))) => {
                 self.config.check_lengths(&source.lengths)?;
                 let x = self.embeddings.source(source, ctx)?;
-                let memory = encoder.forward(x, among, !causal, None, &self.over(source, ctx)?)?;
+                let memory = encoder.forward(x, within_source, !causal, None, &self.over(source, ctx)?)?;
                 let x = self.embeddings.target(target, ctx)?;
-                self.decoder.forward(x, own, causal, Some((&memory, across)), &on_target)
+                self.decoder.forward(x, own, causal, Some((&memory, to_source)), &on_target)
             }
             (None, None) => {
                 let x = self.embeddings.target(target, ctx)?;
@@ -144,9 +145,9 @@ impl Transformer {
     pub fn encode(&self, source: &Packed, ctx: &Context) -> Result<Option<Memory>> {
         let Some(encoder) = &self.encoder else { return Ok(None) };
         self.config.check_lengths(&source.lengths)?;
-        let among = Ranges::between(source, source, self.device())?.to(self.device())?;
+        let within_source = Ranges::between(source, source, self.device())?.to(self.device())?;
         let (on_source, causal) = (self.over(source, ctx)?, false);
-        let output = encoder.forward(self.embeddings.source(source, ctx)?, &among, causal, None, &on_source)?;
+        let output = encoder.forward(self.embeddings.source(source, ctx)?, &within_source, causal, None, &on_source)?;
         Ok(Some(Memory { keys_values: self.decoder.memory(&output, ctx)?, offsets: source.offsets.clone() }))
     }
 
@@ -156,13 +157,13 @@ impl Transformer {
     /// Errors if the model has an encoder or tensorized attention, or if a text is longer than the model reads.
     pub fn begin(&self, texts: &[&[i64]], cache: &mut StackCache, ctx: &Context) -> Result<Tensor> {
         let device = self.device();
-        let read = Sentences::new(None, Packed::of(texts)?, device)?.to(device)?;
-        self.config.check_lengths(&read.target.lengths)?;
-        let (offsets, ctx) = (&read.target.offsets, &self.over(&read.target, ctx)?);
-        let x = self.embeddings.target(&read.target, ctx)?;
-        let h = self.decoder.begin(x, &read.own, offsets, cache, ctx)?;
-        let last: Vec<i64> = offsets[1..].iter().map(|end| end - 1).collect();
-        let h = h.f_index_select(0, &Tensor::f_from_slice(&last)?.f_to_device(device)?)?;
+        let batch = Sentences::new(None, Packed::of(texts)?, device)?.to(device)?;
+        self.config.check_lengths(&batch.target.lengths)?;
+        let (offsets, ctx) = (&batch.target.offsets, &self.over(&batch.target, ctx)?);
+        let x = self.embeddings.target(&batch.target, ctx)?;
+        let h = self.decoder.begin(x, &batch.own, offsets, cache, ctx)?;
+        let last_rows: Vec<i64> = offsets[1..].iter().map(|end| end - 1).collect();
+        let h = h.f_index_select(0, &Tensor::f_from_slice(&last_rows)?.f_to_device(device)?)?;
         self.logits(&times(h, self.config.scaled().logits())?, ctx.kind)
     }
 
@@ -181,7 +182,8 @@ impl Transformer {
         self.logits(&h, ctx.kind)
     }
 
-    /// Returns the input of the output projection in one step of decoding, (slots, d_model).
+    /// Returns the input of the output projection in one step of decoding, (slots, d_model). The arguments are those of
+    /// [`step`](Self::step).
     pub fn step_features(
         &self,
         tokens: &[i64],
@@ -196,9 +198,10 @@ impl Transformer {
         let device = self.device();
         let input = Packed::new(tokens, positions, (0..=slots).collect())?.to(device)?;
         let (x, ctx) = (self.embeddings.target(&input, ctx)?, &self.over(&input, ctx)?);
-        let across =
+        // Each slot reads the rows of its source sentence.
+        let source_rows =
             memory.map(|memory| Reads::ranges(sentences.iter().map(|&s| memory.offsets[s]..memory.offsets[s + 1])));
-        let memory = memory.zip(across.as_ref()).map(|(m, reads)| (&m.keys_values, reads));
+        let memory = memory.zip(source_rows.as_ref()).map(|(memory, reads)| (&memory.keys_values, reads));
         times(self.decoder.step(x, cache, memory, ctx)?, self.config.scaled().logits())
     }
 }

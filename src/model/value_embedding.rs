@@ -26,6 +26,7 @@ impl ValueEmbedding {
         let is_here = place.sublayer == Sublayer::SelfAttention && (place.layers() - 1 - place.layer) % 2 == 0;
         let Some(vocab_size) = place.model.value_embeddings.filter(|_| is_here) else { return Ok(None) };
         let (width, heads) = (place.kv_width(), place.model.kv_heads);
+        // The table's initial values are those of a projection to values.
         let as_values = init.matrix(Role::Value, place.model.d_model, width, place);
         let table = b.within("value_embedding", |b| b.parameter("weight", &[vocab_size, width], &as_values))?;
         let gate = ColumnGate::build(b, "value_gate", heads, GATE_COLUMNS, place.model.d_model)?;
@@ -37,7 +38,7 @@ impl ValueEmbedding {
     pub fn added(&self, v: Tensor, x: &Tensor, ctx: &Context) -> Result<Tensor> {
         let gate = self.gate.of(x, ctx)?.f_mul_scalar(LARGEST)?;
         let rows = Tensor::f_embedding(&self.table, ctx.tokens()?, -1, false, false)?.f_to_kind(v.kind())?;
-        let heads = rows.f_unflatten(-1, [gate.size()[1], -1].as_slice())?;
-        Ok(v.f_add(&heads.f_mul(&gate.f_unsqueeze(-1)?)?.f_flatten(-2, -1)?)?)
+        let by_head = rows.f_unflatten(-1, [gate.size()[1], -1].as_slice())?;
+        Ok(v.f_add(&by_head.f_mul(&gate.f_unsqueeze(-1)?)?.f_flatten(-2, -1)?)?)
     }
 }

@@ -17,11 +17,12 @@ impl WrittenRows {
         Ok(WrittenRows(Tensor::f_empty([room, like.size()[1]].as_slice(), (like.kind(), like.device()))?))
     }
 
+    /// Returns all rows of the memory, (capacity, width); those that were never written hold arbitrary numbers.
     pub fn all(&self) -> &Tensor {
         &self.0
     }
 
-    /// Writes rows, the first one at row `at`.
+    /// Writes rows, the first one at row `at`. If they do not fit, the rows before `at` move to larger memory.
     pub fn write(&mut self, rows: &Tensor, at: i64) -> Result<()> {
         let (end, room) = (at + rows.size()[0], self.0.size()[0]);
         if end > room {
@@ -32,6 +33,7 @@ impl WrittenRows {
         self.put(rows, at)
     }
 
+    /// Copies rows into the existing memory, the first one to row `at`.
     fn put(&self, rows: &Tensor, at: i64) -> Result<()> {
         self.0.f_narrow(0, at, rows.size()[0])?.f_copy_(rows)?;
         Ok(())
