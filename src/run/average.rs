@@ -45,6 +45,7 @@ pub fn average(
 ) -> Result<PathBuf> {
     read_configs(folder)?;
     let _lock = Lock::take(folder)?;
+    // The average is written under the second name, and gets the first one when it is complete.
     let [path, new] = [AVERAGE, NEW_AVERAGE].map(|name| folder.join(CHECKPOINTS).join(name));
     let is_taken = |path: &&&PathBuf| path.symlink_metadata().is_ok() && !is_runs(path);
     if let Some(taken) = [&path, &new].iter().find(is_taken) {

@@ -34,6 +34,7 @@ struct TextStream {
     prompt: usize,
     sample: usize,
     joiner: Joiner,
+    /// The text generated so far.
     text: String,
 }
 
@@ -46,8 +47,8 @@ impl Translator {
         Ok(ids.join(&EOS))
     }
 
-    /// Returns `samples` continuations of each prompt. `batch_tokens` is the maximum number of tokens in a batch's
-    /// windows.
+    /// Returns `options.samples` continuations of each prompt. `batch_tokens` is the maximum number of tokens in a
+    /// batch's windows, and `kind` the type of matrix products.
     ///
     /// Errors if the options make no sense, if the model has an encoder, or if `on_token` or `check_interrupt`
     /// returns an error.
@@ -84,8 +85,9 @@ impl Translator {
                     TextStream { prompt, sample, joiner, text: String::new() }
                 })
                 .collect();
-            let mut take_token = |number: usize, token: i64, is_over: bool| -> Result<()> {
-                let stream = &mut streams[number];
+            // `index` is the text's index in the batch.
+            let mut take_token = |index: usize, token: i64, is_over: bool| -> Result<()> {
+                let stream = &mut streams[index];
                 let new = self.text_of(token, is_over, &mut stream.joiner);
                 if !new.is_empty() {
                     on_token(stream.prompt, stream.sample, Some(&new))?;

@@ -30,16 +30,20 @@ const TEXT_BYTES: u64 = 4 << 30;
 /// The behaviour of training if the output folder already holds a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Mode {
+    /// Refuses a folder that holds a run.
     New,
+    /// Continues the run in the folder.
     Resume {
         /// The checkpoint from which to continue: `best`, `last`, a checkpoint's name, or an update's number. `None`
         /// means the newest complete one.
         from: Option<String>,
     },
+    /// Replaces the run in the folder.
     Overwrite,
 }
 
 impl Mode {
+    /// Parses `new`, `resume` or `overwrite`. `from` names the checkpoint from which to resume; the other modes refuse it.
     pub fn parse(word: &str, from: Option<String>) -> Result<Self> {
         match (word, from) {
             ("resume", from) => Ok(Mode::Resume { from }),
@@ -53,6 +57,7 @@ impl Mode {
     }
 }
 
+/// The options of a run, as config.json stores them.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Configs {
     pub model: TransformerConfig,
@@ -75,6 +80,7 @@ impl Configs {
         })
     }
 
+    /// Returns the options of the model, the training and the data.
     fn parts(&self) -> (&TransformerConfig, &TrainingConfig, &DataConfig) {
         (&self.model, &self.training, &self.data)
     }
@@ -101,6 +107,7 @@ pub(super) struct Beginning {
     configs: Configs,
     segmenter: Segmenter,
     vocabulary: Vocabulary,
+    /// The target vocabulary, as a flag for each vocabulary entry; `None` if every entry is in it.
     mask: Option<Vec<bool>>,
 }
 
@@ -151,6 +158,7 @@ impl Beginning {
 pub(super) fn check_beginning(output: &Path, mode: &Mode) -> Result<()> {
     let shown = output.display();
     check_checkpoints(output)?;
+    // Each path comes with true if a run wrote it.
     let found = ownership::found(output);
     if *mode == Mode::New && found.iter().any(|(path, is_runs)| *is_runs && path.ends_with(CONFIG)) {
         return Err(Error::invalid(format!(
@@ -203,7 +211,8 @@ pub(super) fn check_checkpoints(output: &Path) -> Result<()> {
     }
 }
 
-/// Writes the text files of a run, and before them the checksums that prove they belong to the run.
+/// Writes the text files of a run, and before them the checksums that prove they belong to the run. `mask` is the target
+/// vocabulary; `None` if every vocabulary entry is in it.
 fn write(
     output: &Path,
     configs: &Configs,
@@ -236,7 +245,7 @@ pub fn save_model(
     mask: Option<&[bool]>,
     parameters: &BTreeMap<String, Tensor>,
 ) -> Result<()> {
-    // An earlier call was stopped before it wrote the config, so this call may begin again.
+    // A folder with checksums but no config is left of an earlier call that was stopped, so this call may begin again.
     let is_begun = !checksums::listed(output).is_empty() && !output.join(CONFIG).exists();
     if output.exists() && !is_begun {
         return Err(Error::invalid(format!("{} exists already; give a new folder", output.display())));
@@ -356,7 +365,7 @@ pub(super) fn read_configs(output: &Path) -> Result<Configs> {
     crate::config::from_json(&path.display().to_string(), &text)
 }
 
-/// Reads one of the run's text files. Symbolic links are not followed, because the folder may belong to another user.
+/// Reads one of the run's text files, and returns its path and content. Symbolic links are not followed, because the folder may belong to another user.
 fn read_own(output: &Path, name: &str) -> Result<(PathBuf, Vec<u8>)> {
     let path = output.join(name);
     let missing = || Error::io("read", &path, std::io::ErrorKind::NotFound.into());
@@ -364,12 +373,14 @@ fn read_own(output: &Path, name: &str) -> Result<(PathBuf, Vec<u8>)> {
     Ok((path, bytes))
 }
 
+/// Returns the path and the lines of one of the run's text files.
 fn lines_of(output: &Path, name: &str) -> Result<(PathBuf, Vec<String>)> {
     let (path, bytes) = read_own(output, name)?;
     let lines = data::lines_of(&path, &bytes, &mut || Ok(()))?;
     Ok((path, lines))
 }
 
+/// Returns the run's vocabulary.
 pub(super) fn read_vocabulary(output: &Path) -> Result<Vocabulary> {
     let (path, lines) = lines_of(output, VOCABULARY)?;
     Vocabulary::from_lines(&path, &lines)
@@ -446,6 +457,7 @@ impl<'a> Log<'a> {
         Ok(log)
     }
 
+    /// Appends the text to the log, unless another rank writes the log.
     fn put(&self, text: &str) -> Result<()> {
         self.file.as_deref().map_or(Ok(()), |path| atomic::append(path, text))
     }
@@ -461,21 +473,21 @@ impl<'a> Log<'a> {
 }
 
 impl Observer for Log<'_> {
-    fn started(&mut self, v: &train::Started) -> Result<()> {
-        self.write("started", v)?;
-        self.observer.started(v)
+    fn started(&mut self, event: &train::Started) -> Result<()> {
+        self.write("started", event)?;
+        self.observer.started(event)
     }
-    fn updated(&mut self, v: &train::Update) -> Result<()> {
-        self.write("updated", v)?;
-        self.observer.updated(v)
+    fn updated(&mut self, event: &train::Update) -> Result<()> {
+        self.write("updated", event)?;
+        self.observer.updated(event)
     }
-    fn evaluated(&mut self, v: &train::Evaluation) -> Result<()> {
-        self.write("evaluated", v)?;
-        self.observer.evaluated(v)
+    fn evaluated(&mut self, event: &train::Evaluation) -> Result<()> {
+        self.write("evaluated", event)?;
+        self.observer.evaluated(event)
     }
-    fn saved(&mut self, v: &train::Saved) -> Result<()> {
-        self.write("saved", v)?;
-        self.observer.saved(v)
+    fn saved(&mut self, event: &train::Saved) -> Result<()> {
+        self.write("saved", event)?;
+        self.observer.saved(event)
     }
     fn check_interrupt(&mut self) -> Result<()> {
         self.observer.check_interrupt()

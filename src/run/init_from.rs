@@ -11,10 +11,10 @@ use std::path::Path;
 use tch::{Device, Tensor};
 
 /// Options that may differ without a warning, because the same weights suit any value of them.
-const OTHER_RUNS: [&str; 5] = ["vocab_size", "dropout", "embedding_dropout", "attention_dropout", "activation_dropout"];
+const MAY_DIFFER: [&str; 5] = ["vocab_size", "dropout", "embedding_dropout", "attention_dropout", "activation_dropout"];
 
-/// Returns the model with the weights of another run's checkpoint, and warnings. `model` has been initialised, with
-/// this `vocabulary`.
+/// Returns the model with the weights of another run's checkpoint, and warnings for the user. `model` has its initial
+/// values and this `vocabulary`. The pair is the other run's folder and the name of the checkpoint.
 ///
 /// A row of a table is copied to the row of the same vocabulary entry. An entry that the other run does not have
 /// keeps its initial row.
@@ -54,7 +54,7 @@ pub fn with_weights_of(
             has_row_per_entry.then(|| t.size()[1..].to_vec())
         });
         match row_sizes {
-            [Some(a), Some(b)] if a == b => *own = with_rows(own, other, &rows)?,
+            [Some(own_row), Some(other_row)] if own_row == other_row => *own = with_rows(own, other, &rows)?,
             _ if own.size() == other.size() => *own = other.shallow_clone(),
             _ => return Err(refuse(format!("its {name} is {:?}, this run's {:?}", other.size(), own.size()))),
         }
@@ -77,17 +77,18 @@ pub fn with_weights_of(
 /// Returns the table `own` with some rows replaced by rows of `other`. Each pair in `rows` is (row of `own`, row of
 /// `other`).
 fn with_rows(own: &Tensor, other: &Tensor, rows: &[(i64, i64)]) -> Result<Tensor> {
-    let (here, there): (Vec<i64>, Vec<i64>) = rows.iter().copied().unzip();
-    let numbers = |ids: &[i64]| Ok::<_, Error>(Tensor::f_from_slice(ids)?.f_to_device(own.device())?);
-    Ok(own.f_index_copy(0, &numbers(&here)?, &other.f_index_select(0, &numbers(&there)?)?)?)
+    let (own_rows, other_rows): (Vec<i64>, Vec<i64>) = rows.iter().copied().unzip();
+    let index_tensor = |ids: &[i64]| Ok::<_, Error>(Tensor::f_from_slice(ids)?.f_to_device(own.device())?);
+    let copied = other.f_index_select(0, &index_tensor(&other_rows)?)?;
+    Ok(own.f_index_copy(0, &index_tensor(&own_rows)?, &copied)?)
 }
 
-/// Describes the options that differ, except those of `OTHER_RUNS`; `None` if there are none.
+/// Describes the options that differ, except those of `MAY_DIFFER`; `None` if there are none.
 fn differing(theirs: &TransformerConfig, ours: &TransformerConfig) -> Option<String> {
     let [theirs, ours] = [theirs, ours].map(|config| {
         let mut options = serde_json::json!(config);
         if let Some(options) = options.as_object_mut() {
-            OTHER_RUNS.iter().for_each(|name| drop(options.remove(*name)));
+            MAY_DIFFER.iter().for_each(|name| drop(options.remove(*name)));
         }
         options
     });

@@ -27,6 +27,7 @@ pub(super) struct Lock {
     pub is_exclusive: bool,
 }
 
+/// The process that holds a lock, as the lock file describes it.
 #[derive(Serialize, Deserialize)]
 struct Owner {
     pid: u32,
@@ -48,7 +49,7 @@ impl Lock {
         loop {
             let made = missing(folder);
             atomic::make_directory(folder)?;
-            // This call does nothing but pass a fault point for tests.
+            // The call does nothing itself: it lets a test inject a failure at this point.
             act("open", &path, || Ok(()))?;
             let file = match atomic::open(&path, File::options().read(true).write(true).create(true).truncate(false)) {
                 // The previous owner has just removed the folder, because it had created the folder for its lock.
@@ -104,16 +105,18 @@ impl Drop for Lock {
 }
 
 impl Owner {
+    /// Describes this process, as the owner from now on.
     fn this() -> Self {
         let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() as i64);
         Owner { pid: std::process::id(), host: host(), since: utc(seconds) }
     }
 }
 
+/// Returns the error for a folder that another process has locked. `file` is the lock file, which describes the owner.
 fn in_use(folder: &Path, mut file: File) -> Error {
     let mut text = String::new();
-    let read = file.read_to_string(&mut text).ok().and_then(|_| serde_json::from_str(&text).ok());
-    let (who, kill) = match read {
+    let owner = file.read_to_string(&mut text).ok().and_then(|_| serde_json::from_str(&text).ok());
+    let (who, how_to_stop) = match owner {
         Some(Owner { pid, host, since }) => {
             (format!("process {pid} on {host} since {since}"), format!("stop it there (`kill -INT {pid}`)"))
         }
@@ -121,7 +124,7 @@ fn in_use(folder: &Path, mut file: File) -> Error {
         None => ("another process".into(), "stop it".into()),
     };
     Error::invalid(format!(
-        "{} is in use by {who}: wait for its end, {kill}, or choose another output",
+        "{} is in use by {who}: wait for its end, {how_to_stop}, or choose another output",
         folder.display()
     ))
 }
@@ -137,7 +140,7 @@ fn missing(folder: &Path) -> Vec<PathBuf> {
     missing
 }
 
-/// True if `path` still leads to this open file and not to another one.
+/// True if `path` still leads to this open file, with the same device and inode, and not to another one.
 fn is_named(file: &File, path: &Path) -> bool {
     match (file.metadata(), fs::metadata(path)) {
         (Ok(own), Ok(named)) => (own.dev(), own.ino()) == (named.dev(), named.ino()),
@@ -150,12 +153,13 @@ fn has_no_locks(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::Unsupported || error.raw_os_error() == Some(libc::ENOLCK)
 }
 
+/// Returns the name of this machine.
 fn host() -> String {
     let mut name = [0u8; 256];
     // SAFETY: the pointer leads to as many writable bytes as `name.len()` says.
-    let done = unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len()) };
+    let status = unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len()) };
     let end = name.iter().position(|byte| *byte == 0).unwrap_or(name.len());
-    match done {
+    match status {
         0 => String::from_utf8_lossy(&name[..end]).into_owned(),
         _ => "an unknown host".into(),
     }

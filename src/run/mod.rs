@@ -38,11 +38,12 @@ use tch::Device;
 /// Returns the device with this name: cpu; cuda:N; cuda, which is the device of this process under torchrun,
 /// otherwise the first; or auto, which is cuda if available.
 pub fn device(name: &str) -> Result<Device> {
-    let found = tch::Cuda::device_count().max(0) as usize;
+    let device_count = tch::Cuda::device_count().max(0) as usize;
+    // torchrun gives each process of a machine its own LOCAL_RANK, from 0.
     let local_rank = || std::env::var("LOCAL_RANK").ok().and_then(|rank| rank.parse().ok()).unwrap_or(0);
     let wanted = match name {
         "cpu" => return Ok(Device::Cpu),
-        "auto" if found == 0 => return Ok(Device::Cpu),
+        "auto" if device_count == 0 => return Ok(Device::Cpu),
         "auto" | "cuda" => local_rank(),
         other => match other.strip_prefix("cuda:").and_then(|n| n.parse().ok()) {
             Some(n) => n,
@@ -55,9 +56,9 @@ pub fn device(name: &str) -> Result<Device> {
             None => return Err(crate::error::unknown("device", other, ["cpu", "cuda", "cuda:0", "auto"])),
         },
     };
-    if wanted >= found {
+    if wanted >= device_count {
         return Err(Error::invalid(format!(
-            "device {name} (number {wanted}) is not there: this machine has {found} CUDA devices; use cpu or auto"
+            "device {name} (number {wanted}) is not there: this machine has {device_count} CUDA devices; use cpu or auto"
         )));
     }
     Ok(Device::Cuda(wanted))

@@ -35,7 +35,7 @@ pub fn dry_run(
     let resident = if on_cpu { resident_bytes() } else { 0 };
     let parameters = Transformer::new(&prepared.model, 0, Device::Cpu, Kind::Float)?.parameters.numel();
     let activations = Trial { prepared: &prepared, training }.activations(check_interrupt)?;
-    // These are bytes per parameter: of the bf16 copy, the initial model, and Adam's two moments.
+    // The bytes per parameter of three tensors: the bf16 copy, the initial model, and Adam's two moments.
     let bf16_copy = if training.precision == Precision::Bf16 { 2 } else { 0 };
     let initial = if training.log_statistics > 0 { 4 } else { 0 };
     let moments = if training.moments == Precision::Bf16 { 4 } else { 8 };
@@ -89,8 +89,8 @@ impl Trial<'_> {
         Ok((by_encoder + by_decoder - first).max(0.0) as usize)
     }
 
-    /// Returns the bytes that a model's pass over a batch needs. A large batch is extrapolated linearly from two
-    /// parts of it.
+    /// Returns the bytes that a model's pass over a batch, a list of sentence indices, needs. A large batch is
+    /// extrapolated linearly from two parts of it.
     fn of_batch(&self, model: &TransformerConfig, batch: &[usize]) -> Result<f64> {
         let lengths = self.prepared.train.lengths();
         // A sentence has a row for each source token and each target token.
@@ -111,7 +111,7 @@ impl Trial<'_> {
         }
     }
 
-    /// Returns the sentences of the batch that has the most rows.
+    /// Returns the indices of the sentences of the batch that has the most rows.
     fn largest_batch(&self) -> Vec<usize> {
         let lengths = self.prepared.train.lengths();
         let batches = plan(&lengths, self.training.max_tokens as usize, self.training.seed, 0);
@@ -129,7 +129,7 @@ fn measured_layers(layers: i64) -> Vec<i64> {
     }
 }
 
-/// Evaluates at x the polynomial through the given points (Lagrange's formula).
+/// Evaluates at x the polynomial through the given points (x, y), by Lagrange's formula.
 fn through(points: &[(f64, f64)], x: f64) -> f64 {
     let term = |&(at, y): &(f64, f64)| {
         let others = points.iter().map(|(other_at, _)| other_at).filter(|other_at| **other_at != at);

@@ -34,6 +34,7 @@ impl WindowScore {
         self.nats() / self.characters.max(1) as f64 / std::f64::consts::LN_2
     }
 
+    /// Returns the NLL of the whole text, in nats.
     fn nats(&self) -> f64 {
         self.score.nll * self.score.tokens as f64
     }
@@ -41,7 +42,8 @@ impl WindowScore {
 
 impl Translator {
     /// Computes the loss of the text in the file `text`, in windows that predict `window` tokens (default:
-    /// segment_length). Each window begins `stride` tokens after the one before (default: half the window).
+    /// segment_length). Each window begins `stride` tokens after the one before (default: half the window). `kind` is
+    /// the type of matrix products.
     ///
     /// Errors if the model has an encoder, if the stride is not in 1 ..= window, or if the window is longer than the
     /// model reads.
@@ -80,8 +82,8 @@ impl Translator {
         }
         let ids = within(self.encode(&lines, check_interrupt)?, self.seen.as_deref());
         let tokens: Vec<u32> = ids.iter().flat_map(|line| line.iter().copied().chain([EOS])).collect();
-        let cut = windows(&tokens, window as usize, stride as usize);
-        let batches = batches(cut, |corpus| valid_batches(corpus, &self.training));
+        let text_windows = windows(&tokens, window as usize, stride as usize);
+        let batches = batches(text_windows, |corpus| valid_batches(corpus, &self.training));
         let score = train::evaluate_loss(&self.model, &batches, &self.objective()?, kind, check_interrupt)?;
         Ok(WindowScore { score, words: word_count, characters, lines: lines.len() })
     }
@@ -95,15 +97,17 @@ impl Translator {
     }
 }
 
-/// Returns the windows in batches. Targets that are not scored, because an earlier window scores them, become PAD.
-fn batches(cut: Vec<Window>, plan: impl Fn(&Corpus) -> Vec<data::Batch>) -> Vec<data::Batch> {
-    let (rows, scored): (Vec<Vec<u32>>, Vec<usize>) = cut.into_iter().map(|window| (window.row, window.scored)).unzip();
+/// Returns the windows in batches; `plan` splits the corpus of their rows into batches. Targets that are not scored,
+/// because an earlier window scores them, become PAD.
+fn batches(windows: Vec<Window>, plan: impl Fn(&Corpus) -> Vec<data::Batch>) -> Vec<data::Batch> {
+    let (rows, scored): (Vec<Vec<u32>>, Vec<usize>) =
+        windows.into_iter().map(|window| (window.row, window.scored)).unzip();
     let mut batches = plan(&Corpus { source: None, target: rows, start: BOS });
     for batch in &mut batches {
-        for (row, ends) in batch.sentences.iter().zip(batch.target_input.offsets.windows(2)) {
-            // The last `scored[row]` targets of a window count.
-            let (begin, end) = (ends[0] as usize, ends[1] as usize);
-            batch.target_output[begin..end - scored[*row]].fill(PAD);
+        for (window, bounds) in batch.sentences.iter().zip(batch.target_input.offsets.windows(2)) {
+            // Only the last `scored[*window]` targets of a window count.
+            let (begin, end) = (bounds[0] as usize, bounds[1] as usize);
+            batch.target_output[begin..end - scored[*window]].fill(PAD);
         }
     }
     batches
@@ -136,6 +140,7 @@ mod tests {
         let model = Transformer::new(&config, 4, Device::Cpu, Kind::Double).unwrap();
         let objective = Objective::new(None, Smoothing::fairseq(0.0, 23)).unwrap();
         let tokens: Vec<u32> = (0..61u32).map(|i| if i % 9 == 8 { EOS } else { 4 + i * 7919 % 19 }).collect();
+        // The NLL of token `at`, from the row of the window that scores it, cut off before that token.
         let nll = |at: usize, length: usize, stride: usize| {
             let begin = (at + 1).saturating_sub(length).div_ceil(stride) * stride;
             let before = if begin == 0 { EOS } else { tokens[begin - 1] };

@@ -18,7 +18,9 @@ pub struct PreparedData {
     pub vocabulary: Vocabulary,
     pub(super) train: Corpus,
     pub(super) valid: Corpus,
+    /// The validation targets as text; empty if BLEU is not computed.
     pub(super) references: Vec<String>,
+    /// The target vocabulary, as a flag for each vocabulary entry; `None` if every entry is in it.
     pub(super) mask: Option<Vec<bool>>,
     /// The maximum number of tokens in a sentence; it is checked for translation models.
     pub(super) limit: Limit,
@@ -72,8 +74,8 @@ pub(super) fn prepare_with(
     let mut digests = Digests { train: digest(&train)?, valid: digest(&valid)? };
     let valid_target = within(valid.1, mask.as_deref());
     let long = if config.skip_long { LongSentences::Skip } else { LongSentences::Refuse };
-    let most = training.max_tokens as usize;
-    let limit = limit(most, model);
+    let max_tokens = training.max_tokens as usize;
+    let limit = limit(max_tokens, model);
     let (train, skipped, valid) = if has_source {
         let (train, kept_in_train) = Corpus::parallel(train.0, train.1, limit, long)?;
         let skipped = kept_in_train.len() - train.len();
@@ -98,9 +100,10 @@ pub(super) fn prepare_with(
         let start = model.decoder_start.id();
         (train.starting_with(start), skipped, valid.starting_with(start))
     } else {
-        let segment = config.segment_length as usize;
-        let train = Corpus::language_model(&train.1, segment, most)?;
-        (train, 0, Corpus::language_model(&valid_target, segment, most)?)
+        let segment_length = config.segment_length as usize;
+        let train = Corpus::language_model(&train.1, segment_length, max_tokens)?;
+        // No sentence is too long here, because the stream is cut into segments.
+        (train, 0, Corpus::language_model(&valid_target, segment_length, max_tokens)?)
     };
     let model = TransformerConfig { vocab_size: vocabulary.len() as i64, ..model.clone() };
     model.validate()?;
@@ -171,7 +174,8 @@ struct TextAsIds {
     references: Vec<String>,
 }
 
-/// Reads the run's text files, and turns their sentences into ids.
+/// Reads the run's text files, and turns their sentences into ids. `known` is the segmentation and vocabulary of the run
+/// to be resumed; without them, both come from the options and the training text.
 fn files(
     has_source: bool,
     config: &DataConfig,
@@ -209,7 +213,8 @@ fn files(
     Ok(TextAsIds { segmenter, vocabulary, train: train_ids, valid: valid_ids, references })
 }
 
-/// Reads the ids in a folder that fairseq has binarised.
+/// Reads the ids in a folder that fairseq has binarised. `known` is the segmentation and vocabulary of the run to be
+/// resumed, if there is one.
 fn binarised(
     folder: &str,
     has_source: bool,
@@ -217,17 +222,17 @@ fn binarised(
     known: Option<(Segmenter, Vocabulary)>,
     check_interrupt: Interrupt,
 ) -> Result<TextAsIds> {
-    let found = match has_source {
+    let data_bin = match has_source {
         true => Binarised::parallel(folder, "train", config.source_lang.as_deref(), config.target_lang.as_deref())?,
         false => Binarised::monolingual(folder),
     };
-    let vocabulary = found.joint_dictionary()?;
+    let vocabulary = data_bin.joint_dictionary()?;
     if known.is_some_and(|(_, old)| old != vocabulary) {
         return Err(Error::invalid(format!(
             "{folder} has another dictionary than when the run began: resume with the folder it began with"
         )));
     }
-    let mut side = |split, side| found.sentences(split, side, vocabulary.len(), check_interrupt);
+    let mut side = |split, side| data_bin.sentences(split, side, vocabulary.len(), check_interrupt);
     let mut read = |split| -> Result<Sides<Vec<u32>>> {
         Ok((if has_source { side(split, Side::Source)? } else { Vec::new() }, side(split, Side::Target)?))
     };
@@ -249,7 +254,8 @@ pub(super) fn within(mut targets: Vec<Vec<u32>>, mask: Option<&[bool]>) -> Vec<V
     targets
 }
 
-/// Reads the source lines and the target lines; the source lines are empty in language modelling.
+/// Reads the source lines and the target lines; the source lines are empty in language modelling. `what` is the
+/// beginning of the options' names in error messages, such as `train`.
 pub(super) fn read(
     has_source: bool,
     what: &str,
@@ -293,6 +299,7 @@ fn segmenter(config: &DataConfig, train: &Sides<String>, check_interrupt: Interr
 
 /// Returns the batches of the validation set, which are the same in every evaluation.
 pub(super) fn valid_batches(valid: &Corpus, training: &TrainingConfig) -> Vec<Batch> {
+    // Seed and epoch are constants, so the plan never changes.
     let plan = data::plan(&valid.lengths(), training.max_tokens as usize, 0, 0);
     plan.iter().map(|sentences| data::collate(valid, sentences)).collect()
 }

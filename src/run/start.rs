@@ -62,6 +62,7 @@ pub fn train(
         ));
     }
     let opened = open(model, training, config, output, &mode, &mut || observer.check_interrupt());
+    // `from` is the checkpoint to continue from, and `changes` the options that differ from that checkpoint's.
     let (mut prepared, from, changes) = group.agree(opened, device)?;
     let (skipped, all) = (prepared.skipped, prepared.skipped + prepared.train.len());
     let is_new = !matches!(mode, Mode::Resume { .. });
@@ -114,7 +115,8 @@ fn has_kernels(device: Device) -> bool {
     }
 }
 
-/// Returns the data, and the checkpoint from which to continue. Writes nothing.
+/// Returns the data, the checkpoint from which to continue, and the options that differ from that checkpoint's. Writes
+/// nothing.
 fn open(
     model: &TransformerConfig,
     training: &TrainingConfig,
@@ -171,6 +173,7 @@ fn open(
 /// The origin of a run's initial state: a checkpoint of its own, another run's weights, or nothing.
 struct InitialState<'a> {
     from: Option<ResumePoint>,
+    /// The options that differ from the checkpoint's.
     changes: Vec<OptionChange>,
     init_from: Option<&'a str>,
 }
@@ -250,6 +253,8 @@ pub(super) fn objective(prepared: &PreparedData, training: &TrainingConfig, devi
     Ok(objective)
 }
 
+/// Returns the state of the run that a checkpoint stores. Errors if the checkpoint is only a model, or if its state
+/// cannot be a run's.
 fn read_progress(found: &ResumePoint) -> Result<Progress> {
     if found.checkpoint.optimizer.is_empty() {
         return Err(Error::invalid(format!(
@@ -275,7 +280,7 @@ fn read_progress(found: &ResumePoint) -> Result<Progress> {
 const MOST: u64 = 1 << 48;
 
 /// Returns the batches that follow the run's position in its epoch. If the batches have changed, the new position is
-/// the one after the same share of the epoch's sentences.
+/// the one after the same share of the epoch's sentences; a warning then says so. `progress` gets the new position.
 fn resumed_stream(
     train: &Arc<Corpus>,
     config: StreamConfig,
@@ -291,9 +296,9 @@ fn resumed_stream(
     if !is_same_text {
         reasons.push("the training text is not the one that the run was trained on");
     }
-    let at = progress.cursor;
+    let old_cursor = progress.cursor;
     if reasons.is_empty() {
-        let stream = BatchStream::new(train.clone(), config, at)?;
+        let stream = BatchStream::new(train.clone(), config, old_cursor)?;
         progress.seen.0 = stream.seen() as u64;
         return Ok(stream);
     }
@@ -305,18 +310,19 @@ fn resumed_stream(
         )));
     }
     let share = seen as f64 / all as f64;
-    let stream = BatchStream::new(train.clone(), config, Cursor { epoch: at.epoch, index: 0 })?.behind(share);
-    let (now, seen) = (stream.cursor(), stream.seen());
+    let epoch_start = Cursor { epoch: old_cursor.epoch, index: 0 };
+    let stream = BatchStream::new(train.clone(), config, epoch_start)?.behind(share);
+    let (new_cursor, seen) = (stream.cursor(), stream.seen());
     // A run that has just ended an epoch of the same text has nothing to skip or repeat, so no warning is due.
-    if at.index > 0 || !is_same_text {
+    if old_cursor.index > 0 || !is_same_text {
         warnings.push(format!(
             "{}: the run goes on in epoch {} behind {seen} of {} sentences, as {:.1} % of the epoch was seen",
             reasons.join("; "),
-            now.epoch + 1,
+            new_cursor.epoch + 1,
             train.len(),
             100.0 * share
         ));
     }
-    (progress.cursor, progress.seen.0) = (now, seen as u64);
+    (progress.cursor, progress.seen.0) = (new_cursor, seen as u64);
     Ok(stream)
 }

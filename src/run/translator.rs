@@ -26,17 +26,21 @@ pub struct Translator {
     pub(super) vocabulary: Vocabulary,
     /// The target vocabulary, as a flag for each entry.
     pub(super) seen: Option<Vec<bool>>,
+    /// The flags of `seen` on the device.
     mask: Option<Tensor>,
     smoothing: crate::kernel::cross_entropy::Smoothing,
     pub(super) training: TrainingConfig,
     pub(super) data: DataConfig,
     device: Device,
+    /// The measurement of threads' waits, which ends with this value.
     _watch: Option<contention::ContentionWatch>,
 }
 
+/// One of the best translations of a sentence.
 #[derive(Clone, Debug)]
 pub struct Translation {
     pub text: String,
+    /// The score by which the search ranks hypotheses; higher is better.
     pub score: f64,
     /// True if the model ended the translation; false if the maximum length did.
     pub finished: bool,
@@ -125,7 +129,8 @@ impl Translator {
     }
 
     /// Returns the best translations of each source sentence. A batch has at most `batch_tokens` padded tokens, or
-    /// one sentence if that has more. On the CPU each thread translates its own batches.
+    /// one sentence if that has more; `kind` is the type of matrix products. On the CPU each thread translates its own
+    /// batches.
     pub fn translate(
         &self,
         source: Vec<Vec<u32>>,
@@ -146,8 +151,8 @@ impl Translator {
         let threads = if self.device == Device::Cpu { parallel::threads() } else { 1 };
         let batches = source_batches(&source, batch_tokens, threads);
         let mut translations = vec![Vec::new(); source.len()];
-        let mut take = |batch: usize, all: Vec<Vec<Hypothesis>>| {
-            for (&sentence, hypotheses) in batches[batch].iter().zip(all) {
+        let mut take = |batch: usize, batch_hypotheses: Vec<Vec<Hypothesis>>| {
+            for (&sentence, hypotheses) in batches[batch].iter().zip(batch_hypotheses) {
                 let translation = |h: &Hypothesis| Translation {
                     text: train::to_text(&h.tokens, &self.vocabulary),
                     score: h.score,

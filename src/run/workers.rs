@@ -44,12 +44,13 @@ pub fn source_batches(source: &[Vec<u32>], batch_tokens: usize, threads: usize) 
 /// depends on their number.
 const LEAST: usize = 384;
 
-/// The function that a thread runs on a batch. At each step it calls its last argument to check for interrupts.
+/// Translates the batch with the given number, and returns each sentence's hypotheses. The function calls its last
+/// argument at each step, to check for interrupts.
 type TranslateBatch<'a> =
     dyn Fn(&Transformer, &Search, usize, &mut dyn FnMut() -> Result<()>) -> Result<Vec<Vec<Hypothesis>>> + Sync + 'a;
 
-/// Runs the batches 0 to `batches` − 1 on `threads` threads, and passes each result to `take`, in any order. Stops at
-/// the first error of a batch or of `check_interrupt`, which is called often.
+/// Calls `run` for each of the batches 0 to `batches` − 1, on `threads` threads. Passes the number and the result of each
+/// batch to `take`, in any order. Stops at the first error of a batch or of `check_interrupt`, which is called often.
 pub fn in_parallel(
     model: &Transformer,
     search: &Search,
@@ -64,8 +65,9 @@ pub fn in_parallel(
         let named = model.parameters.iter().chain(model.parameters.buffers());
         named.map(|(name, t)| (name.to_string(), t.shallow_clone())).collect()
     };
+    // `next` is the number of the batch that the next free thread takes.
     let (next, is_over) = (AtomicUsize::new(0), AtomicBool::new(false));
-    let _before = ThreadsAsBefore(parallel::threads());
+    let _restores_threads = ThreadsAsBefore(parallel::threads());
     thread::scope(|scope| {
         let (results, received) = channel();
         for _ in 0..threads {
@@ -161,6 +163,7 @@ mod tests {
         assert_eq!(source_batches(&[vec![7; 30], vec![7; 20]], 8192, 2).len(), 1);
     }
 
+    /// Builds a small translation model whose parameters all have random values.
     fn model() -> Transformer {
         let config = TransformerConfig {
             vocab_size: 30,
