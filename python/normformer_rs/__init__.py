@@ -119,12 +119,14 @@ else:
     torch. A module without names is public itself."""
 
     def __getattr__(name):
+        """Imports the module that defines a public name, when the name is first used, and returns the name's value."""
         if name == "_core":
             return _loading.load()
         home = name if name in _HOMES else next((home for home, names in _HOMES.items() if name in names), None)
         if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module = importlib.import_module(f".{home}", __name__)
+        # Kept as a global, the name is found without this function from now on.
         globals()[name] = module if home == name else getattr(module, name)
         return globals()[name]
 

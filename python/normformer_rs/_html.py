@@ -16,6 +16,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], caption: str = 
 
 
 def _row(cells: Sequence[object], tag: str) -> str:
+    """Returns a table's row. `tag`: "th" for cells of the head, "td" for others."""
     return "<tr>" + "".join(f"<{tag} {_CELL}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
 
 

@@ -90,7 +90,8 @@ def tables() -> str:
 
 
 def _json(value: Any, indent: str = "") -> str:
-    """Returns JSON with one line for each object of a list, its name first."""
+    """Returns a value of the tables as JSON. Each object of a list gets one line, which begins with its name. `indent`:
+    the spaces before the line on which the value begins."""
     if isinstance(value, dict):
         lines = [f"{json.dumps(key)}: {_json(item, indent + '  ')}" for key, item in value.items()]
     elif isinstance(value, list):
@@ -108,6 +109,7 @@ def stub() -> str:
 
 
 def _configs() -> "list[type[Config]]":
+    """Returns the configuration classes, in their order in config.pyi."""
     from . import config  # reads _tables.json, so it comes after the file is written
 
     kinds = (config.TransformerConfig, config.TrainingConfig, config.DataConfig, config.SearchConfig)
@@ -145,10 +147,12 @@ def norms() -> str:
     exported = ", ".join(json_string(entry["module"]) for entry in sorted(entries, key=lambda entry: entry["module"]))
     parts = [_NORMS_HEAD + f"__all__ = [{exported}]\n"]
     for entry in entries:
+        # 116 characters and an indent of 4 make a line of 120.
         about = textwrap.fill(f'"""{composed.doc(entry)}"""', 116, break_on_hyphens=False).replace("\n", "\n    ")
         base = "RunningNorm" if entry["form"] == "columns" else "RowNorm"
         lines = [f"class {entry['module']}({base}):", f"    {about}", ""]
         for parameter in entry["parameters"]:
+            # weight and bias are None in a module that does not learn them; a text times False is "".
             optional = " | None" * (parameter["name"] in ("weight", "bias"))
             lines.append(f"    {parameter['name']}: Parameter{optional}")
         lines += [f"    {option['name']}: {option['kind']}" for option in entry["options"]]
@@ -160,6 +164,7 @@ def norms() -> str:
         lines += given
         parts.append("\n".join([*lines, "    ) -> None: ...", ""]))
     text = "\n".join(parts)
+    # The file imports Literal only if an annotation uses it.
     return text.replace("import Any\n", "import Any, Literal\n", 1) if " Literal[" in text else text
 
 
@@ -243,6 +248,7 @@ def names() -> str:
 
 
 def _class(kind: "type[Config]", kinds: "list[type[Config]]") -> str:
+    """Returns the declaration of the class `kind` in config.pyi. `kinds`: all configuration classes."""
     summary = inspect.getdoc(kind).splitlines()[0]  # type: ignore[union-attr]
     lines = ["@dataclass(frozen=True)", f"class {kind.__name__}(Config):", f'    """{summary}"""', ""]
     lines += [f"    {field.name}: {_annotation(field, kinds)}" for field in kind.FIELDS]
@@ -260,6 +266,7 @@ def _aliases(kinds: "list[type[Config]]") -> dict[tuple[str, ...], str]:
 
 
 def _choices(kinds: "list[type[Config]]") -> Iterator[str]:
+    """Yields, for each set of choices, the lines that declare its type."""
     for choices, alias in _aliases(kinds).items():
         words = [json_string(choice) for choice in choices]
         line = f"{alias} = Literal[{', '.join(words)}]\n"
@@ -268,11 +275,13 @@ def _choices(kinds: "list[type[Config]]") -> Iterator[str]:
 
 
 def _annotation(field: "Field", kinds: "list[type[Config]]") -> str:
+    """Returns an option's type as config.pyi writes it. `kinds`: all configuration classes."""
     from . import config
 
     kind = _aliases(kinds)[field.choices] if field.choices else field.kind
     # Options that accept an object of the user's own name its type, too.
     kind += {"schemes": " | Scheme", "norms": " | Norm | str"}.get(config.OWN.get(field.name, ""), "")
+    # A mixture by layers, such as `prenorm*2,postnorm`, is a free text.
     return kind + " | str" * field.per_layer + " | None" * field.optional
 
 
@@ -289,10 +298,10 @@ def main() -> int:
     what.add_argument("--write", action="store_true", help="write the files")
     is_writing = parser.parse_args().write
     stale = []
-    # The order matters: the other files are made from the first.
+    # _tables.json comes first, because the other files are made from it.
     files = {_tables.PATH: tables, STUB: stub, NORMS: norms, NAMES: names}
-    for path, made in files.items():
-        text = made()
+    for path, make in files.items():
+        text = make()
         if is_writing:
             path.write_text(text, encoding="utf-8")
         elif not path.exists() or path.read_text(encoding="utf-8") != text:

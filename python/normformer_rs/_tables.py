@@ -18,12 +18,12 @@ def read() -> dict[str, Any]:
     tables: {norms, families, residuals, inits, parametrisations, others}}. Raises ImportError if the file is missing
     or damaged."""
     try:
-        found = json.loads(PATH.read_text(encoding="utf-8"))
+        content = json.loads(PATH.read_text(encoding="utf-8"))
     except (OSError, ValueError) as reason:
         raise _disagreement() from reason
-    if found.keys() != _FIELDS:
+    if content.keys() != _FIELDS:
         raise _disagreement()
-    return found
+    return content
 
 
 def check(core: str) -> None:
@@ -33,6 +33,7 @@ def check(core: str) -> None:
 
 
 def _disagreement() -> ImportError:
+    """Returns the error for a file that is missing, damaged or older than the extension module."""
     return ImportError(
         f"{PATH} and the compiled core disagree. After a change of Rust's tables run `make build`, then "
         "`python -m normformer_rs._stubs --write`"

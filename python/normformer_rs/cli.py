@@ -120,13 +120,13 @@ def _run(argv: Sequence[str] | None) -> int:
         try:
             words = [readable("argument", word) for word in (sys.argv[1:] if argv is None else argv)]
             words = _asking_for_help(words)
-            if sorted(words) == sorted(versions.FLAGS):
+            if sorted(words) == sorted(versions.FLAGS):  # `--version --all`, in any order
                 print(versions.report())
                 return 0
             args = _parser().parse_args(words)
             args.run(args)
             ask()  # raises KeyboardInterrupt if a signal came and its exception was swallowed
-        finally:  # also after help, which raises SystemExit
+        finally:  # `--help` raises SystemExit, and its text must be written, too
             if sys.stdout is not None and not sys.stdout.closed:
                 write_out()
         return 0
@@ -165,7 +165,8 @@ def report(error: BaseException) -> None:
     """Prints an error as one line on standard error, and a second line if the command line cannot be parsed."""
     what = "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "error"
     message = escaped(" ".join(str(error).split()))
-    if len(message) > _LONGEST:  # the message may quote a forged file
+    # A message may quote a forged file. Of a long one, the first 2000 and the last 997 characters are shown.
+    if len(message) > _LONGEST:
         message = f"{message[: _LONGEST - 1000]} … {message[-997:]}"
     lines = [f"{PROG}: {what}" + (f": {message}" if message else "")]
     if isinstance(error, UsageError):
@@ -180,6 +181,7 @@ def _drop_output() -> None:
     try:
         sys.stdout.flush()
     except (AttributeError, OSError):
+        # The buffer keeps the text, so the flush at exit writes it to /dev/null.
         with contextlib.suppress(AttributeError, OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -195,6 +197,7 @@ def _start_in_utf8() -> None:
 
 
 def _parser() -> Parser:
+    """Returns the parser of the command line. A command's own options are added only if it is the one that runs."""
     parser = Parser(prog=PROG, description="Trains Transformers, translates and continues texts with them.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     parser.add_argument("--all", action="store_true", help="With --version: torch, Python, processor and devices, too.")

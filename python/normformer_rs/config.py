@@ -66,6 +66,7 @@ class Field(NamedTuple):
             return None
         if self.name in OWN and (users_own := _declared(self.name, value)) is not None:
             return users_own
+        # bool is a subclass of int, but True is no number here.
         if self.kind == "float" and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if self.kind == "int" and not isinstance(value, (int, str)) and hasattr(value, "__index__"):
@@ -154,14 +155,13 @@ def closest(got: str, choices: Iterable[str]) -> str:
     literature, or else the choice with the closest spelling; "" if no choice is close. Case is ignored, and - equals
     _."""
     choices = list(choices)
-    same = [choice for choice in choices if plain(choice) == plain(got)]
-    if names := same or meant(got, choices):
+    same_letters = [choice for choice in choices if plain(choice) == plain(got)]
+    if names := same_letters or meant(got, choices):
         quoted = " or ".join(f'"{name}"' for name in names)
         return f" (did you mean {quoted}?)"
     nearest = min(choices, key=lambda choice: _distance(plain(choice), plain(got)), default="")
-    is_close = (
-        _distance(plain(nearest), plain(got)) <= 1 + len(got) // 4
-    )  # a share of the letters; Rust has the same limit
+    # A close name has at most one wrong letter, and one more for every four letters. Rust has the same limit.
+    is_close = _distance(plain(nearest), plain(got)) <= 1 + len(got) // 4
     return f' (did you mean "{nearest}"?)' if nearest and is_close else ""
 
 
@@ -217,7 +217,7 @@ def _of_another_table(got: str) -> str:
 
 
 class _Signature:
-    """The constructor's signature, for notebooks and help(), computed on access."""
+    """A descriptor that computes the constructor's signature on access, for notebooks and help()."""
 
     def __get__(self, instance: Any, owner: Any) -> inspect.Signature:
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -238,7 +238,7 @@ class Config:
             if name not in names:
                 raise InputError(unknown(f"option of {type(self).__name__}", name, names))
         for field in self.FIELDS:
-            # The dataclass is frozen, and this is its constructor.
+            # The dataclass is frozen, so even its constructor cannot assign attributes in the usual way.
             object.__setattr__(self, field.name, field.check(options.get(field.name, field.default)))
 
     # These methods are written here, because the dataclass decorator would compile them for each class, which would
@@ -267,8 +267,9 @@ class Config:
         return json.dumps({name: self._plain(name, value, kinds) for name, value in self.asdict().items()})
 
     def _plain(self, name: str, value: Any, kinds: tuple[str, ...] | None) -> Any:
-        """Returns the value as it is written in JSON."""
+        """Returns the value of option `name` as it is written in JSON. `kinds`: as in `to_json`."""
         if hasattr(value, "declare"):  # a user's own object
+            # A norm's declaration does not depend on the sublayers.
             return value.declare(self, kinds) if name == "residual" else value.declare(self)
         return "inf" if value == math.inf else value
 
@@ -313,8 +314,8 @@ def _generate(name: str, which: str, summary: str) -> Any:
     fields = tuple(Field(**{**entry, "choices": tuple(entry["choices"])}) for entry in entries)
     columns = [(field.name, field.annotation, dataclasses.field(default=field.default)) for field in fields]
     namespace = {"FIELDS": fields, "__doc__": _document(summary, fields), "__module__": __name__}
-    without = {"init": False, "repr": False, "eq": False}
-    config = dataclasses.make_dataclass(name, columns, bases=(Config,), namespace=namespace, frozen=True, **without)
+    inherited = {"init": False, "repr": False, "eq": False}  # the methods that `Config` has for all classes
+    config = dataclasses.make_dataclass(name, columns, bases=(Config,), namespace=namespace, frozen=True, **inherited)
     config.__module__ = __name__  # for pickle: Python 3.12 and later put make_dataclass's caller here
     return config
 
@@ -330,6 +331,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
+    """Makes a class of `_LATER` when it is first accessed."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = _generate(name, *_LATER[name])

@@ -117,7 +117,7 @@ def corpus(seed: int = SEED) -> Corpus:
     return Corpus(basics + rest[valid + test :], rest[:valid], rest[valid : valid + test])
 
 
-_BASICS = 200  # the numbers and the ordinals below 100, where every word occurs
+_BASICS = 200  # the first 100 numbers and 100 ordinals, in which every word occurs; all are in the training set
 
 
 def _items(draw: random.Random, words: Callable[..., str]) -> Iterator[Pair]:
@@ -137,17 +137,20 @@ def _items(draw: random.Random, words: Callable[..., str]) -> Iterator[Pair]:
 
 
 def _cardinal(n: int, words: Callable[..., str]) -> Pair:
+    """Returns the number n in both languages. `words`: the function of `_words`."""
     return Pair(words(n, lang="en"), words(n, lang="vi"))
 
 
 def _ordinal(n: int, words: Callable[..., str]) -> Pair:
+    """Returns the ordinal of n in both languages: "the" or "thứ", and a word. `words`: the function of `_words`."""
     return Pair(f"the {words(n, lang='en', to='ordinal')}", f"thứ {_THU.get(n) or words(n, lang='vi')}")
 
 
 def _date(day: int, month: str, year: int, words: Callable[..., str]) -> Pair:
+    """Returns a date in both languages. `month`: its English name; `words`: the function of `_words`."""
     english = f"the {words(day, lang='en', to='ordinal')} of {month} {words(year, lang='en', to='year')}"
     number = 1 + list(_DAYS).index(month)
-    # April is tháng tư, with the ordinal's word; all other months have the number's, as January, tháng một
+    # Vietnamese calls April "tháng tư", with the ordinal's word. All other months have the number's word.
     month_vi = _THU[number] if number == _APRIL else words(number, lang="vi")
     return Pair(english, f"ngày {words(day, lang='vi')} tháng {month_vi} năm {words(year, lang='vi')}")
 
@@ -165,12 +168,14 @@ def _words() -> Callable[..., str]:
 
 
 def write_corpus(folder: str | Path, made: Corpus | None = None) -> DataConfig:
-    """Writes train, valid and test as .en and .vi files into the folder; returns the options that name them."""
+    """Writes train, valid and test as .en and .vi files into the folder; returns the options that name them. `made`:
+    the pairs; None for those of `corpus()`."""
     made, folder = made or corpus(), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, pairs in made._asdict().items():
         write_lines(str(folder / f"{name}.en"), [pair.english for pair in pairs])
         write_lines(str(folder / f"{name}.vi"), [pair.vietnamese for pair in pairs])
+    # DataConfig's options: train_source, train_target, valid_source and valid_target.
     files: dict[str, Any] = {
         f"{part}_{side}": str(folder / f"{part}.{ending}")
         for part in ("train", "valid")
@@ -191,7 +196,7 @@ def configs(updates: int | None = None) -> tuple[TransformerConfig, TrainingConf
 
 
 def is_demo(output: Path, texts: Path) -> bool:
-    """Returns True if `output` holds a run on the demo's text."""
+    """Returns True if `output` holds a run on the demo's text. `texts`: the folder of that text."""
     config = output / "config.json"
     if not config.exists():
         return False
@@ -232,7 +237,8 @@ def run(output: str | Path, *, updates: int | None = None, progress: bool = True
 
 
 def _report(outcome: Outcome, trained: float, bleu: str, output: Path) -> None:
-    """Prints some translations, BLEU, the times and the path of the curves."""
+    """Prints some translations, BLEU, the times and the path of the curves. `trained`: the seconds of training; `bleu`:
+    BLEU and its parts, as one line; `output`: the run's folder."""
     for english, hypothesis, reference in outcome.translations[:SHOWN]:
         print(f"\n  {english}\n  → {hypothesis}")
         if hypothesis != reference:

@@ -64,8 +64,8 @@ def bleu_by_depth(
         if not np.isfinite(scores).any():
             raise InputError(f'{history.output}: no BLEU was measured; train with criterion = "bleu"')
         model = _options(history)
-        is_alone = model["architecture"] == "decoder-only"
-        depth = model["decoder_layers"] + (0 if is_alone else model["encoder_layers"])
+        has_encoder = model["architecture"] != "decoder-only"
+        depth = model["decoder_layers"] + (model["encoder_layers"] if has_encoder else 0)
         name = names[number] if names else f"{model['residual']}, {model['norm']}"
         points_by_name.setdefault(name, []).append((depth, float(np.nanmax(scores))))
     require("matplotlib", "the picture")
@@ -197,12 +197,13 @@ def _reading(
 
 
 def _options(run: History) -> dict[str, Any]:
-    """Returns the options of a run from its config.json. Errors: InputError if that is missing or damaged."""
+    """Returns the options of a run from its config.json, with defaults for those that it lacks. Errors: InputError if
+    that is missing or damaged."""
     fields = [field for kind in (TransformerConfig, TrainingConfig, DataConfig) for field in kind.FIELDS]
-    found = read_run(run.output, [field.name for field in fields])
-    if not found:
+    saved = read_run(run.output, [field.name for field in fields])
+    if not saved:
         raise InputError(f"{run.output}: no {RUN_CONFIG} there; expected the --output folder of a run")
-    return {field.name: field.default for field in fields} | found
+    return {field.name: field.default for field in fields} | saved
 
 
 def _logged(measure: Callable[[History], Found], lacking: str) -> Callable[[History], Found]:
@@ -210,9 +211,9 @@ def _logged(measure: Callable[[History], Found], lacking: str) -> Callable[[Hist
     the message that says what is missing."""
 
     def measured(history: History) -> Found:
-        if not (found := measure(history)):
+        if not (numbers := measure(history)):
             raise InputError(f"{history.output}: no {lacking} log_statistics = N")
-        return found
+        return numbers
 
     return measured
 
@@ -232,11 +233,12 @@ def _draw(
     draw: Callable[[Mapping[str, drawing.Series], str], Any],
     measure: Callable[[History], Found],
 ) -> Path:
-    """Measures the runs, draws their series with `draw`, saves the picture and returns its path."""
+    """Measures the runs, draws their series with `draw`, saves the picture and returns its path. `measure` returns a
+    run's numbers by the name of their series; `draw` gets, for each series, the numbers of all runs, and the title."""
     require("matplotlib", "the picture")
     histories = _histories(runs, names)
     series: dict[str, drawing.Series] = {}
     for history, name in zip(histories, names or told_apart([history.output for history in histories])):
-        for part, numbers in measure(history).items():
-            series.setdefault(part, {})[(name,)] = numbers
+        for series_name, numbers in measure(history).items():
+            series.setdefault(series_name, {})[(name,)] = numbers
     return drawing.save(draw(series, title), Path(path))

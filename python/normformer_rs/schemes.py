@@ -27,6 +27,7 @@ __all__ += declared.__all__
 
 SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD = "self-attention", "cross-attention", "feed-forward"
 _PATHS = {SELF_ATTENTION: "self_attn.", CROSS_ATTENTION: "multihead_attn.", FEED_FORWARD: ""}
+"""The prefix of the names of norms and parameters inside a sublayer, by the sublayer's kind."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,7 @@ class DeclaredScheme(Scheme):
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         try:
+            # The copy holds plain data alone, and later changes of `data` do not reach it.
             self.data = json.loads(json.dumps(data, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"a scheme's declaration must be plain data: {error}") from error
@@ -239,13 +241,15 @@ class DeclaredScheme(Scheme):
 
 
 def _stack(scheme: Scheme, first: Place) -> dict[str, Any]:
-    """Returns a scheme's declaration for one stack. `first`: the place of the stack's first sublayer."""
+    """Returns a scheme's declaration for one stack, as config.json holds it. `first`: the place of the stack's first
+    sublayer."""
     layers = [_layer(scheme, replace(first, layer=layer)) for layer in range(first.layers)]
     stack = to_json(StackSpec, scheme.stack(first), Owner(first.d_model), f"{type(scheme).__name__}.stack()")
     end_norms = [stream["norm"] for stream in stack["streams"] if stream["norm"]]
     end_norms += [change["norm"] for change in stack["end"] if "norm" in change]
     for norm in end_norms:
         norm["ends_stack"] = True
+    # All norms are listed in the order in which they run: in the layers, between layers, and at the stack's end.
     connections = [sublayer["around"] for layer in layers for sublayer in layer["sublayers"]]
     changes = [change for connection in connections for key in _LISTS for change in connection[key]]
     layer_norms = [change["norm"] for change in changes if "norm" in change]
@@ -261,7 +265,7 @@ _LISTS = ("before", "branch", "skip", "after")
 
 
 def _layer(scheme: Scheme, place: Place) -> dict[str, Any]:
-    """Returns a scheme's declaration for one layer."""
+    """Returns a scheme's declaration for one layer, as config.json holds it. `place`: the layer's first sublayer."""
     sublayers, name = [], type(scheme).__name__
     for index in range(place.sublayers):
         here = replace(place, index=index)
@@ -282,6 +286,7 @@ def _layer(scheme: Scheme, place: Place) -> dict[str, Any]:
 
 def _inside(point: str, place: Place) -> Owner:
     """Returns the module that owns the norms and parameters at a point inside a sublayer."""
+    # At all other points x has the width d_model.
     widths = {"before_activation": place.d_ff, "after_activation": place.d_ff}
     widths |= dict.fromkeys(("query", "key", "value", "rotated_query", "rotated_key"), place.d_head)
     return Owner(widths.get(point, place.d_model), path=_PATHS[place.sublayer])

@@ -109,18 +109,19 @@ def score(
         baseline = None if baseline is None else _split_compounds(baseline)
     # `force` prevents the warning that the text looks tokenised, because `tokenize` says what it is.
     metric = metrics.BLEU(tokenize=tokenize, lowercase=lowercase, force=True, references=[list(references)])
-    found = metric.corpus_score(list(hypotheses), None)
-    # The end is added only if compounds are split: a text times False is "".
+    bleu = metric.corpus_score(list(hypotheses), None)
+    # A text times False is "", so the signature mentions compounds only if they are split.
     signature = metric.get_signature().format() + "|compounds:split" * split_compounds
     return Scores(
-        bleu=found.score,
-        sacrebleu=found.format(signature=signature),
+        bleu=bleu.score,
+        sacrebleu=bleu.format(signature=signature),
         multi_bleu=json.loads(_core.bleu(list(hypotheses), list(references), lowercase))["text"],
         comparison=None if baseline is None else _compare(metric, hypotheses, baseline, resamples),
     )
 
 
 def _split_compounds(lines: Sequence[str]) -> list[str]:
+    """Returns the lines with a ##AT##-##AT## b in place of each compound a-b."""
     return [re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line) for line in lines]
 
 
@@ -149,12 +150,12 @@ def score_counts(
     """Returns BLEU, sacreBLEU's line, and the comparison with a baseline, all as `score` computes them from the
     text."""
     metric = require("sacrebleu.metrics", "scoring translations").BLEU(force=True)
-    found = metric._compute_score_from_stats(np.sum(ours.lines, 0).tolist())
-    line = found.format(signature=ours.signature)
+    bleu = metric._compute_score_from_stats(np.sum(ours.lines, 0).tolist())
+    line = bleu.format(signature=ours.signature)
     if theirs is None:
-        return found.score, line, None
+        return bleu.score, line, None
     rows = _draws(len(ours.lines), resamples, seed)
-    return found.score, line, _compare_counts(metric, np.array(ours.lines), np.array(theirs.lines), rows)
+    return bleu.score, line, _compare_counts(metric, np.array(ours.lines), np.array(theirs.lines), rows)
 
 
 def _compare(metric: Any, hypotheses: Sequence[str], baseline: Sequence[str], resamples: int) -> Comparison:
@@ -165,13 +166,14 @@ def _compare(metric: Any, hypotheses: Sequence[str], baseline: Sequence[str], re
 
 
 def _compare_counts(metric: Any, own: NDArray[Any], baseline: NDArray[Any], rows: NDArray[np.int64]) -> Comparison:
-    """Compares two systems from the counts of their lines. `rows`: the lines of each resample."""
+    """Compares two systems from the counts of their lines, (lines, counts). `rows`: the indices of each resample's
+    lines, (resamples, lines)."""
     own_resampled, baseline_resampled = (_resampled(metric, statistics, rows) for statistics in (own, baseline))
     all_lines = np.arange(len(own))[None]
     own_bleu, baseline_bleu = (_resampled(metric, statistics, all_lines)[0] for statistics in (own, baseline))
     resamples = len(rows)
     differences = own_resampled - baseline_resampled
-    # |dᵢ − m| ≥ |d| of `score`; differences that equal each other up to rounding count as equal.
+    # The condition |dᵢ − m| ≥ |d| in the docstring of `score`. Differences that only rounding tells apart are equal.
     is_as_large = np.abs(differences - differences.mean()) >= abs(own_bleu - baseline_bleu) - 100 * _ROUNDING
     p_value = (1 + int(is_as_large.sum())) / (1 + resamples)
     return Comparison(float(own_bleu), float(baseline_bleu), p_value, resamples)
@@ -183,7 +185,7 @@ def resampling_seed() -> str:
 
 
 def _draws(lines: int, resamples: int, seed: str) -> NDArray[np.int64]:
-    """Returns the lines of each resample, as sacreBLEU draws them."""
+    """Returns the indices of each resample's lines, (resamples, lines), as sacreBLEU draws them."""
     try:
         generator = np.random.default_rng(None if seed.lower() == "none" else int(seed))
     except ValueError as error:
@@ -192,6 +194,7 @@ def _draws(lines: int, resamples: int, seed: str) -> NDArray[np.int64]:
 
 
 def _resampled(metric: Any, statistics: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Returns the BLEU of each resample. Its counts are whole numbers, so equal ones give equal scores, bit for bit."""
+    """Returns the BLEU of each resample. `statistics`: the counts of each line; `rows`: as in `_compare_counts`. A
+    resample's counts are whole numbers, so equal ones give equal scores, bit for bit."""
     counts = (statistics[chosen].sum(0).tolist() for chosen in rows)
     return np.array([metric._compute_score_from_stats(count).score for count in counts])

@@ -46,6 +46,7 @@ _PACKED = (
 format, and a command that unpacks it. The last entry is found if gzip was applied twice."""
 RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 """The endings of the names of files that hold records."""
+# Lone surrogates are code points that UTF-8 cannot encode. The other pattern lists what `escaped` replaces.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -82,8 +83,8 @@ def read_lines(path: str, *, empty: bool = False, records: bool = False) -> list
         raise InputError(f"{name}: its text does not fit into memory: give a smaller file, or more memory") from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(f"{name}: a damaged gzip file ({error}); compress it again or give the plain text") from error
-    for packed, at, magic, unpack in _PACKED:
-        if data.startswith(magic, at):
+    for packed, offset, magic, unpack in _PACKED:
+        if data.startswith(magic, offset):
             raise InputError(
                 f"{name}: {packed} file; expected text in UTF-8, plain or gzip: unpack it first (`{unpack}`)"
             )
@@ -100,7 +101,8 @@ def read_lines(path: str, *, empty: bool = False, records: bool = False) -> list
 
 
 def _decode(line: bytes, place: str, advice: str) -> str:
-    """Returns a line as text, without the \\r of a Windows line end. Errors: InputError for invalid UTF-8."""
+    """Returns a line as text, without the \\r of a Windows line end. Errors: InputError for invalid UTF-8; its message
+    begins with `place`, the file and the line, and ends with `advice`."""
     try:
         return line.removesuffix(b"\r").decode("utf-8")
     except UnicodeDecodeError as error:
@@ -111,7 +113,8 @@ def _decode(line: bytes, place: str, advice: str) -> str:
 
 
 def _without_mark(data: bytes, name: str) -> bytes:
-    """Removes the byte order mark. Errors: InputError for text that begins with the mark of UTF-16 or UTF-32."""
+    """Returns the bytes without UTF-8's byte order mark. `name`: the file, for messages. Errors: InputError for text
+    that begins with the mark of UTF-16 or UTF-32."""
     for mark, encoding in _OTHERS:
         if data.startswith(mark):
             raise InputError(
@@ -135,7 +138,7 @@ def open_regular(path: str | PathLike[str]) -> BinaryIO:
 
 
 def read_regular(path: str | PathLike[str], most: int = -1) -> bytes:
-    """Returns the first `most` bytes of a regular file, or all. Errors: as for `open_regular`."""
+    """Returns the first `most` bytes of a regular file; -1 for all. Errors: as for `open_regular`."""
     with open_regular(path) as file:
         return file.read(most)
 
@@ -182,7 +185,7 @@ def read_json(path: str | PathLike[str], consequence: str) -> dict[str, Any]:
 
 def check_lines(name: str, lines: Iterable[str]) -> None:
     """Raises InputError for one text instead of a list of lines, and for a line that is no text or not valid in
-    UTF-8."""
+    UTF-8. `name`: the argument with the lines, for messages."""
     if isinstance(lines, str | bytes):
         raise InputError(f"{name} must be a list of lines; got one text: split it into lines first")
     for number, line in enumerate(lines, 1):
@@ -193,7 +196,8 @@ def check_lines(name: str, lines: Iterable[str]) -> None:
 
 
 def check_readable(path: str, *, records: bool = False) -> None:
-    """Raises InputError if `read_lines` could not read; call it before the work. The file is not opened."""
+    """Raises InputError if `read_lines` could not read; call it before the work. The file is not opened. `records`: as
+    in `read_lines`."""
     if path == STANDARD:
         if not _is_open(sys.stdin, os.O_WRONLY):
             raise InputError("standard input is closed; give the text there, or name a file")
@@ -206,10 +210,10 @@ def check_readable(path: str, *, records: bool = False) -> None:
         ) from error
     if stat.S_ISDIR(kind):
         raise InputError(f"{path}: a folder; expected a text file in UTF-8, plain or gzip")
-    end = Path(path.removesuffix(".gz")).suffix.lower()
-    if end in RECORDS and not records:
+    ending = Path(path.removesuffix(".gz")).suffix.lower()
+    if ending in RECORDS and not records:
         raise InputError(
-            f"{path}: {end} files hold records; expected text with one sentence a line: make one of a field first "
+            f"{path}: {ending} files hold records; expected text with one sentence a line: make one of a field first "
             f"(`normformer-rs text {shlex.quote(path)} --field NAME --output FILE`), or rename the file if it is plain "
             "text"
         )
@@ -232,8 +236,8 @@ def check_writable(path: str) -> None:
 
 
 def _is_open(stream: Any, refused: int) -> bool:
-    """Returns True if the stream has an open file whose mode is not `refused`. If a file was closed when Python
-    started, its stream is None."""
+    """Returns True if the stream has an open file whose access mode is not `refused`, such as os.O_WRONLY. The stream
+    is None if its file was closed when Python started."""
     if stream is None or stream.closed:
         return False
     try:
