@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::IntoPyDict;
 use tch::Device;
 
+/// Returns the recorder with which the training loop records CUDA graphs on a device.
 pub fn recorder(device: Device) -> Box<dyn Recorder> {
     Box::new(CudaGraphs { device, shared: None })
 }
@@ -71,6 +72,7 @@ impl GraphPool {
         Ok(CudaGraph(Some(graph)))
     }
 
+    /// Ends the capture of a graph.
     fn end(&self, py: Python<'_>, graph: &CudaGraph) -> PyResult<()> {
         graph.call(py, "capture_end").inspect_err(|_| self.abandon(py))?;
         Ok(())
@@ -89,6 +91,7 @@ impl Recorder for CudaGraphs {
             Some(shared) => shared,
             none => none.insert(GraphPool::new(self.device)?),
         };
+        // While this guard lives, the side stream is the current stream.
         let _entered = shared.stream.as_ref().map(SideStream::enter).transpose()?;
         let graph = Python::with_gil(|py| shared.begin(py)).map_err(failed)?;
         // The capture ends even if the work has failed; then the work's error is reported, not the capture's.
@@ -106,6 +109,7 @@ impl Replay for CudaGraph {
 }
 
 impl CudaGraph {
+    /// Calls a method of torch's graph.
     fn call(&self, py: Python<'_>, method: &str) -> PyResult<()> {
         self.0.as_ref().expect("only Drop takes it").call_method0(py, method)?;
         Ok(())

@@ -36,9 +36,9 @@ fn tables() -> PyResult<String> {
             "norms": norm::NORMS.iter().map(|n| n.describe()).collect::<Vec<_>>(),
             "families": norm::families::FAMILIES.iter().map(|f| f.describe()).collect::<Vec<_>>(),
             "residuals": residual::SCHEMES.iter().map(|s| {
-                let mut found = entry(s.name, s.equation, s.source);
-                found["init"] = s.init.into();
-                found
+                let mut scheme = entry(s.name, s.equation, s.source);
+                scheme["init"] = s.init.into();
+                scheme
             }).collect::<Vec<_>>(),
             "inits": init::INITS.iter().map(|i| entry(i.name, i.definition, i.source)).collect::<Vec<_>>(),
             "parametrisations": parametrisations.collect::<Vec<_>>(),
@@ -71,6 +71,7 @@ fn operator_counts() -> HashMap<&'static str, (u64, u64)> {
 #[pyfunction]
 fn threads_in_kernels(py: Python<'_>) -> usize {
     py.allow_threads(|| {
+        // A thread that panicked does not harm the set of ids, so a poisoned lock is used all the same.
         let seen = std::sync::Mutex::new(std::collections::HashSet::new());
         // The work is so slow that no thread can take all 64 parts before the others have started.
         crate::cpu::parallel::for_each(64, 1, |_| {
@@ -95,7 +96,7 @@ fn cpu_level(name: Option<&str>) -> PyResult<&'static str> {
     Ok(force(level).name())
 }
 
-/// For tests: makes the CUDA kernels run on CPU tensors (cuda::set_stand_in).
+/// Makes the CUDA kernels run on CPU tensors, or stops that; for tests (see `cuda::set_stand_in`).
 #[pyfunction]
 fn cuda_stand_in(on: bool) {
     crate::cuda::set_stand_in(on);
@@ -131,9 +132,9 @@ fn cuda_programs() -> BTreeMap<&'static str, BTreeMap<&'static str, usize>> {
 #[pyfunction]
 fn cuda_compile(py: Python<'_>, program: &str, options: &str, architecture: i32) -> PyResult<(Vec<u8>, String)> {
     let all = operator::programs();
-    let found = all.iter().find(|p| p.name == program);
-    let found = found.ok_or_else(|| unknown("program", program, all.iter().map(|p| p.name)))?;
-    Ok(released(py, || crate::cuda::compile_verbosely(found, options, architecture))?)
+    let chosen = all.iter().find(|p| p.name == program);
+    let chosen = chosen.ok_or_else(|| unknown("program", program, all.iter().map(|p| p.name)))?;
+    Ok(released(py, || crate::cuda::compile_verbosely(chosen, options, architecture))?)
 }
 
 /// Makes one step of an optimizer's rule for one matrix or vector of any floating type, in place. `state` holds the

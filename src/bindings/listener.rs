@@ -7,8 +7,8 @@ use pyo3::prelude::*;
 use pyo3_tch::PyTensor;
 use tch::Tensor;
 
-/// The watch that calls a Python function with each part of a pass: `heard(event, name, first_row, tensors)`. The events
-/// are "layer input" and "layer" with [x], "product" with [x, y] of rows of the matrix `name` from
+/// The watch that calls a Python function with each part of a pass: `heard(event, name, first_row, tensors)`. The
+/// events are "layer input" and "layer" with [x], "product" with [x, y] of rows of the matrix `name` from
 /// `first_row` on, "norm" with [y], and "attention" with the logits (n, heads, queries, keys) of some sentences in each
 /// tensor, −∞ where a query does not attend to the key. Names that do not apply are empty.
 #[derive(Debug)]
@@ -27,6 +27,7 @@ struct ParameterMatrix {
 }
 
 impl Listener {
+    /// Builds the watch for a model with these parameters.
     pub fn of(heard: Py<PyAny>, parameters: &Parameters) -> Result<Self> {
         let matrix = |(name, t): (&str, &Tensor)| {
             let (rows, columns) = t.size2().ok()?;
@@ -41,6 +42,8 @@ impl Listener {
         Ok(Listener { heard, matrices: parameters.iter().filter_map(matrix).collect() })
     }
 
+    /// Calls the Python function. An exception that it raises is set as Python's current error, which replaces the
+    /// returned error when that reaches Python.
     fn tell(&self, event: &str, name: &str, first_row: usize, tensors: Vec<Tensor>) -> Result<()> {
         Python::with_gil(|py| {
             let tensors: Vec<PyTensor> = tensors.into_iter().map(PyTensor).collect();
@@ -62,9 +65,9 @@ impl Watch for Listener {
     }
 
     fn product(&self, weight: &Tensor, x: &Tensor, y: &Tensor) -> Result<()> {
-        // `weight` may be some rows of a parameter, which its address tells.
+        // `weight` may be some rows of a parameter. Its address shows which parameter, and which row is the first.
         let row_of = |m: &ParameterMatrix| {
-            (weight.data_ptr() as usize).checked_sub(m.address).map(|gap| gap / m.bytes_of_row.max(1))
+            (weight.data_ptr() as usize).checked_sub(m.address).map(|offset| offset / m.bytes_of_row.max(1))
         };
         let found = self.matrices.iter().find_map(|m| row_of(m).filter(|row| *row < m.rows).map(|row| (&m.name, row)));
         let Some((name, row)) = found else { return Ok(()) };
@@ -80,7 +83,7 @@ impl Watch for Listener {
         (logits.each)(&mut |logits_of_part, seen| {
             let mut part = logits_of_part.f_masked_fill(&seen.f_logical_not()?, f64::NEG_INFINITY)?;
             if let Some(sinks) = logits.sinks {
-                // A column for the sinks, which a query at padding does not see.
+                // Add a column with the logits of the sinks. A query at padding does not attend to it.
                 let mut shape = part.size();
                 let (heads, columns) = (shape[shape.len() - 3], shape.len() - 1);
                 shape[columns] = 1;
@@ -89,6 +92,7 @@ impl Watch for Listener {
                 let sinks = sinks.f_expand(shape.as_slice(), false)?.f_masked_fill(&is_padding, f64::NEG_INFINITY)?;
                 part = Tensor::f_cat(&[part, sinks], -1)?;
             }
+            // The logits of a single sentence may lack the first dimension.
             parts.push(if part.dim() < 4 { part.f_unsqueeze(0)? } else { part });
             Ok(())
         })?;

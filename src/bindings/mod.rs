@@ -87,10 +87,12 @@ fn check_stop_request(py: Python<'_>) -> PyResult<()> {
     ASK.import(py, "normformer_rs.loop.signals", "ask")?.call0().map(drop)
 }
 
+/// Returns the value as JSON.
 fn json_text(value: &impl serde::Serialize) -> PyResult<String> {
     serde_json::to_string(value).map_err(|e| PyRuntimeError::new_err(e.to_string()))
 }
 
+/// Returns libtorch's type for a precision's name.
 fn kind(precision: &str) -> PyResult<Kind> {
     match precision {
         "f32" => Ok(Kind::Float),
@@ -100,7 +102,7 @@ fn kind(precision: &str) -> PyResult<Kind> {
     }
 }
 
-/// Returns the tensors by name.
+/// Returns the tensors by name; `names` are in the order of `tensors`.
 fn named(names: Vec<String>, tensors: Vec<PyTensor>) -> BTreeMap<String, Tensor> {
     names.into_iter().zip(tensors.into_iter().map(|t| t.0)).collect()
 }

@@ -76,9 +76,9 @@ fn draw_bias(py: Python<'_>, bias: PyTensor, roles: Vec<String>, fan_in: i64, mo
     let config: TransformerConfig = config::from_json("model", model)?;
     let roles = roles.iter().map(|role| Role::parse(role)).collect::<Result<Vec<_>, _>>()?;
     let bias = bias.0;
-    let part = bias.numel() as i64 / roles.len().max(1) as i64;
-    let parts: Vec<(Role, i64)> = roles.into_iter().map(|role| (role, part)).collect();
-    let fill = init::find(config.init())?.biases(&parts, fan_in);
+    let block = bias.numel() as i64 / roles.len().max(1) as i64;
+    let blocks: Vec<(Role, i64)> = roles.into_iter().map(|role| (role, block)).collect();
+    let fill = init::find(config.init())?.biases(&blocks, fan_in);
     released(py, move || fill.write(&bias, &init::ProcessGenerator))?;
     Ok(())
 }
@@ -137,12 +137,14 @@ fn declare(model: &str, stack: &str, kinds: Option<Vec<String>>) -> PyResult<Str
     }))
 }
 
-/// Returns the keyword arguments of a norm's module at one place in a model, as JSON.
+/// Returns the keyword arguments of a norm's module at one place in a model, as JSON. The place is given by two flags:
+/// whether the norm is the decoder's last one, and whether it comes after a stack's last layer.
 #[pyfunction]
 fn norm_settings(model: &str, name: &str, last_of_decoder: bool, ends_stack: bool) -> PyResult<String> {
     let config: TransformerConfig = config::from_json("model", model)?;
-    let (width, heads, options) = (config.d_model, config.heads, &config.options);
-    let (spec, options) = norm::named(name, options)?;
+    let (width, heads) = (config.d_model, config.heads);
+    let (spec, options) = norm::named(name, &config.options)?;
+    // `start` is a factor of the initial gain.
     let context = norm::NormContext { width, heads, options: &options, last_of_decoder, ends_stack, start: 1.0 };
     json_text(&spec.keyword_arguments(&context))
 }
@@ -153,8 +155,8 @@ fn norm_settings(model: &str, name: &str, last_of_decoder: bool, ends_stack: boo
 fn norm_numbers(name: &str, width: i64, given: &str) -> PyResult<Vec<[f64; 4]>> {
     let spec = norm::find(name)?;
     let given = serde_json::from_str(given).map_err(|e| Error::invalid(e.to_string()))?;
-    let given = spec.given(width, given)?;
-    let numbers = spec.parameters.iter().map(|parameter| parameter.numbers(&given));
+    let arguments = spec.given(width, given)?;
+    let numbers = spec.parameters.iter().map(|parameter| parameter.numbers(&arguments));
     Ok(numbers.map(|n| [n.start, n.std, n.offset, n.factor]).collect())
 }
 
@@ -167,8 +169,8 @@ fn composed_norm(x: PyTensor, parameters: Vec<Option<PyTensor>>, options: Vec<f6
     Ok(PyTensor(caught(|| spec.composed(&x.0, operator::width(&x.0)?, parameters, &options))?))
 }
 
-/// Returns the α_t of a scheme with a growing gain after `t` updates. `t` is int64 (1,); the result is on the same
-/// device.
+/// Returns α_t, the gain of a scheme whose gain grows along `curve` for `steps` updates, after `t` updates. `t` is
+/// int64 (1,); the result is float64 on the same device.
 #[pyfunction]
 fn growth(steps: i64, curve: &str, t: PyTensor) -> PyResult<PyTensor> {
     // `by_layer` is false, so that α is the same in every layer; the 0 below is a layer's number.
@@ -201,8 +203,8 @@ fn unit_multipliers(
     let built = Transformer::with_parameters(&model, &named(names, tensors))?;
     let parts = built.parameters.parts();
     let each = parts.map(|(name, t, part)| {
-        let found = model.multipliers(name, part, &t.size(), crate::parametrisation::StepSize::Entries).1;
-        (name.to_string(), (found.lr, found.weight_decay, found.eps))
+        let (_, factors) = model.multipliers(name, part, &t.size(), crate::parametrisation::StepSize::Entries);
+        (name.to_string(), (factors.lr, factors.weight_decay, factors.eps))
     });
     Ok(each.collect())
 }
@@ -260,11 +262,11 @@ fn reading(
 ) -> crate::error::Result<(Transformer, Sentences, Kind)> {
     let vocabulary = built.config.vocab_size;
     // "f32" means the parameters' own precision: a float64 model computes in float64.
-    let double = built.parameters.tensors().first().is_some_and(|t| t.kind() == Kind::Double);
+    let is_double = built.parameters.tensors().first().is_some_and(|t| t.kind() == Kind::Double);
     let source = source.as_ref().map(|t| Packed::from_padded("source", t, vocabulary)).transpose()?;
     let target = Packed::from_padded("target_input", target, vocabulary)?;
     let read = Sentences::new(source, target, built.device())?.to(built.device())?;
-    Ok((built, read, if double { Kind::Double } else { kind }))
+    Ok((built, read, if is_double { Kind::Double } else { kind }))
 }
 
 /// Returns a training context if there is a seed, else an evaluation context.
@@ -302,14 +304,15 @@ fn observe<'py>(
         let build = if is_differentiated { Transformer::to_train } else { Transformer::with_parameters };
         let (built, read, kind) = reading(build(&model, &tensors)?, source, &target, kind)?;
         let watch = Rc::new(Diagnostics::default());
-        let ctx = context(&model, seed, kind).fork(true).watched(watch.clone()); // no statistics are updated
+        // A fork for a second run (true) does not update running statistics.
+        let ctx = context(&model, seed, kind).fork(true).watched(watch.clone());
         let logits = if is_differentiated {
             tch::with_grad(|| read.target.unpack(&built.logits(&built.features(&read, &ctx)?, kind)?, &target))
                 .map(Some)
         } else {
             tch::no_grad(|| built.features(&read, &ctx)).map(|_| None)
         }?;
-        drop(ctx);
+        drop(ctx); // it holds the watch's other reference
         Ok::<_, Error>((Rc::into_inner(watch).expect("the pass is over"), logits))
     })?;
     let loss = match (loss, logits) {
@@ -325,10 +328,12 @@ fn observe<'py>(
     Ok(stacks.collect())
 }
 
+/// The diagnostics of a stack: [cosines, active, sizes, scores, mixing], and the statistics of each norm.
 type Observed<'py> = ([Bound<'py, PyArray1<f64>>; 5], Vec<[f64; 7]>);
 
 /// Returns the diagnostics of a norm with running statistics: the distances of the batch's mean, variance and ψ² from
-/// the running ones, the sizes of their gradients, and the share of bounded channels.
+/// the running ones, the sizes of their gradients, and the share of bounded channels. `square` is the running variance,
+/// or ψ² if `mean` is None; `dy` is the gradient of the norm's output.
 #[pyfunction]
 #[pyo3(signature = (x, pad_mask, weight, mean, square, eps, dy))]
 #[allow(clippy::too_many_arguments)]
@@ -344,9 +349,9 @@ fn statistics(
 ) -> PyResult<[f64; 7]> {
     let inner = |t: Option<PyTensor>| t.map(|t| t.0);
     let (pad_mask, weight, mean, dy) = (inner(pad_mask), inner(weight), inner(mean), inner(dy));
-    let given = Columns { x: x.0, pad_mask, weight, mean, square: square.0, eps };
-    let found = released(py, move || given.statistics(dy.as_ref()))?;
-    Ok(found.into())
+    let columns = Columns { x: x.0, pad_mask, weight, mean, square: square.0, eps };
+    let statistics = released(py, move || columns.statistics(dy.as_ref()))?;
+    Ok(statistics.into())
 }
 
 /// Returns the largest attention logit of each head over the batches (source, target_input), without dropout, by the
@@ -370,10 +375,10 @@ fn largest_logits(
         let clip = train::QkClip::new(&built.parameters, f64::INFINITY)?;
         // `reading` takes the model and gives it back, for the next batch.
         for (source, target) in batches {
-            let (back, read, kind) = reading(built, source, &target, kind)?;
+            let (returned, read, kind) = reading(built, source, &target, kind)?;
             let ctx = Context::evaluation(kind).measuring_logits(true);
-            let _ = tch::no_grad(|| back.features(&read, &ctx))?;
-            built = back;
+            let _ = tch::no_grad(|| returned.features(&read, &ctx))?;
+            built = returned;
         }
         Ok::<_, Error>(clip.heads().into_iter().zip(Vec::<f64>::try_from(clip.largest()?)?).collect())
     })?;
@@ -397,7 +402,7 @@ fn clip_queries_and_keys(
         let built = Transformer::with_parameters(&model, &tensors)?;
         let clip = train::QkClip::new(&built.parameters, limit)?;
         let largest_of = |head: String| largest.get(&head).copied().unwrap_or(f64::NEG_INFINITY);
-        // One number per head, the heads of an attention one after the other.
+        // There is one number per head, and the heads of an attention are next to each other.
         let logits: Vec<f64> = clip.heads().into_iter().map(largest_of).collect();
         for (attention, logits) in built.parameters.attentions().iter().zip(logits.chunks(model.heads as usize)) {
             tch::no_grad(|| attention.largest.shallow_clone().f_copy_(&Tensor::from_slice(logits)))?;

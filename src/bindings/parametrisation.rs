@@ -19,8 +19,8 @@ fn multipliers(
     sums_over: &str,
     step_size: &str,
 ) -> PyResult<HashMap<&'static str, f64>> {
-    let found = parametrisation::find(parametrisation)?;
-    if found.is_unit_scaled {
+    let chosen = parametrisation::find(parametrisation)?;
+    if chosen.is_unit_scaled {
         let text =
             format!("{parametrisation} has multipliers for each parameter, not for a role: use unit_multipliers");
         return Err(Error::invalid(text).into());
@@ -32,7 +32,7 @@ fn multipliers(
         }
     }
     let step_size = StepSize::parse(step_size)?;
-    let Multipliers { init, lr, weight_decay, eps } = found.multipliers(part, width, depth, alpha, step_size);
+    let Multipliers { init, lr, weight_decay, eps } = chosen.multipliers(part, width, depth, alpha, step_size);
     Ok(HashMap::from([("init", init), ("lr", lr), ("weight_decay", weight_decay), ("eps", eps)]))
 }
 

@@ -22,7 +22,8 @@ enum SourceText {
     Lines(Vec<String>),
 }
 
-/// Returns the best translations of each sentence, as tuples (text, score, finished).
+/// Returns the best translations of each sentence, as tuples (text, score, finished). `search` is JSON; `batch_tokens`
+/// is the number of padded source tokens in a batch.
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 fn translate(
@@ -79,8 +80,8 @@ pub(super) fn interruptible<T: Send>(
 /// KeyboardInterrupt it returns the error `Interrupted` instead, which says what was saved. If saving failed, its error
 /// becomes the cause of the exception.
 pub(super) fn as_raised<T>(py: Python<'_>, done: crate::error::Result<T>, raised: Option<PyErr>) -> PyResult<T> {
-    // The exception may have passed through the work as an error. Then the error with which the work ended, for example
-    // while it saved a checkpoint, is inside it; without one, the work was only stopped.
+    // The exception may have passed through the work as an error. Then `ended` holds the error with which the work
+    // ended, for example while it saved a checkpoint. Without one, the work was only stopped.
     let (done, raised) = match (done, raised) {
         (Err(Error::Raised(mut inside)), None) => {
             let ended = inside.ended.take();
@@ -138,6 +139,7 @@ type Text = (String, f64, usize, bool);
 
 /// Returns the continuations of each prompt. `said` is called with the prompt's index, the sample's index and each
 /// new piece of text, or None at the end of a sample. If `said` raises an exception, the generation ends.
+/// `batch_tokens` is the number of tokens of all windows in a batch.
 #[pyfunction]
 #[pyo3(signature = (model_dir, prompts, generation, said, checkpoint, batch_tokens, precision, device))]
 #[allow(clippy::too_many_arguments)]
@@ -181,7 +183,7 @@ fn text_tuple(run::Completion { text, log_probability, tokens, finished }: run::
 /// The scores of a text: (nll, perplexity, tokens, words, word_perplexity, lines, characters, bits_per_character).
 type WindowNumbers = (f64, f64, usize, usize, f64, usize, usize, f64);
 
-/// Computes the perplexity of a text with a sliding window.
+/// Computes the perplexity of the text file `text` with a sliding window of `window` tokens, which moves by `stride`.
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 fn evaluate_windows(

@@ -10,10 +10,10 @@ use crate::train::{self, Observer};
 use pyo3::prelude::*;
 use std::path::Path;
 
-/// Trains with the GIL released; the observer is called between updates. `group` is (name of a torch.distributed
-/// process group, this process's rank, number of processes), or None for a single process. `from_checkpoint` is the
-/// checkpoint from which the mode "resume" continues (default: the newest). `init_from` is a run, or RUN:CHECKPOINT,
-/// whose weights a new run begins with.
+/// Trains with the GIL released; the observer is called between updates. `mode` is "new", "resume" or "overwrite".
+/// `group` is (name of a torch.distributed process group, this process's rank, number of processes), or None for a
+/// single process. `from_checkpoint` is the checkpoint from which the mode "resume" continues (default: the newest).
+/// `init_from` is a run, or RUN:CHECKPOINT, whose weights a new run begins with.
 #[pyfunction]
 #[pyo3(name = "train", signature = (model, training, data, output, mode, group, observer, from_checkpoint=None, init_from=None))]
 #[allow(clippy::too_many_arguments)]
@@ -100,17 +100,17 @@ impl PyObserver {
 }
 
 impl Observer for PyObserver {
-    fn started(&mut self, v: &train::Started) -> crate::error::Result<()> {
-        self.tell("started", v)
+    fn started(&mut self, event: &train::Started) -> crate::error::Result<()> {
+        self.tell("started", event)
     }
-    fn updated(&mut self, v: &train::Update) -> crate::error::Result<()> {
-        self.tell("updated", v)
+    fn updated(&mut self, event: &train::Update) -> crate::error::Result<()> {
+        self.tell("updated", event)
     }
-    fn evaluated(&mut self, v: &train::Evaluation) -> crate::error::Result<()> {
-        self.tell("evaluated", v)
+    fn evaluated(&mut self, event: &train::Evaluation) -> crate::error::Result<()> {
+        self.tell("evaluated", event)
     }
     fn check_interrupt(&mut self) -> crate::error::Result<()> {
-        self.call(|_, _| Ok(()))
+        self.call(|_, _| Ok(())) // `call` itself asks for signals and requests to stop
     }
     fn message(&mut self, level: &str, text: &str) -> crate::error::Result<()> {
         let text = crate::error::printable(text);

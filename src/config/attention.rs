@@ -240,8 +240,8 @@ pub(super) fn check_qk_clip(model: &TransformerConfig, training: &TrainingConfig
     }
 }
 
-/// True if the scheme makes a change inside a sublayer of the model such that `is_sought` is true for the change and its
-/// point in the sublayer.
+/// True if the scheme makes a change inside a sublayer for which `is_sought` is true, given the change's point in the
+/// sublayer and the change.
 fn is_inside(config: &TransformerConfig, scheme: &SchemeRef, is_sought: impl Fn(Point, &Change) -> bool) -> bool {
     let stacks = StackName::of(&config.outline());
     // The context of the first sublayer of each stack.

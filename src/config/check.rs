@@ -66,8 +66,8 @@ impl TransformerConfig {
         self.check_options_of(&[])
     }
 
-    /// Checks like [`check_options`](Self::check_options), for a model whose layers have the sublayers `kinds`, or those of
-    /// their stack if `kinds` is empty.
+    /// Checks like [`check_options`](Self::check_options), for a model whose layers have the sublayers `kinds`. An
+    /// empty `kinds` means those of the layers' stack.
     pub fn check_options_of(&self, kinds: &[Sublayer]) -> Result<()> {
         for (name, p) in [
             ("dropout", Some(self.dropout)),
