@@ -14,7 +14,7 @@ static HANDLE: Handle = Handle::new("adam_");
 /// The tensors of an update.
 pub type AdamBuffers<'a> = Buffers<&'a Tensor>;
 
-/// Runs one update through the dispatcher, on any device.
+/// Runs one update of Adam through the dispatcher, on any device. It changes the parameters and both moments in place.
 pub fn adam_in_place(buffers: &AdamBuffers, settings: &Coefficients) -> Result<()> {
     let Buffers { parameters, first, second, gradients, grad_scale, step_size, keep } = *buffers;
     let Coefficients { beta1, beta2, eps, rounding } = *settings;
@@ -28,10 +28,11 @@ pub fn adam_in_place(buffers: &AdamBuffers, settings: &Coefficients) -> Result<(
     Ok(())
 }
 
+/// Declares the update, which has kernels on GPUs and a formula elsewhere.
 pub(super) fn operator() -> Operator {
     // The letter n stands for the length of a buffer.
     let buffer = |name| tensor(name, "=n", DtypeRule::Float32).written();
-    let one = |name| tensor(name, "=1", DtypeRule::Float32);
+    let scalar = |name| tensor(name, "=1", DtypeRule::Float32);
     Operator::new(
         "adam_(Tensor(a!) parameters, Tensor(b!) first, Tensor(c!) second, Tensor(d!) gradients, Tensor grad_scale, \
          Tensor step_size, Tensor keep, float beta1, float beta2, float eps, \
@@ -41,9 +42,9 @@ pub(super) fn operator() -> Operator {
             tensor("first", "=n", DtypeRule::Moment).written(),
             tensor("second", "=n", DtypeRule::Moment).written(),
             buffer("gradients"),
-            one("grad_scale"),
-            one("step_size"),
-            one("keep"),
+            scalar("grad_scale"),
+            scalar("step_size"),
+            scalar("keep"),
         ],
         [],
     )
@@ -58,7 +59,7 @@ pub(super) fn operator() -> Operator {
     })
     .kernel_on(Kernels::Gpu, |call| {
         let device = call.device().expect("the kernels are a GPU's");
-        let (buffers, settings) = read(call, |v| v.view);
+        let (buffers, settings) = read(call, |value| value.view);
         launch(device, &buffers, &settings)
     })
     .formula(|call| {

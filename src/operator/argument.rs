@@ -4,11 +4,13 @@
 #[derive(Clone)]
 pub struct Argument {
     pub name: &'static str,
+    /// The shape, with a letter or a digit per dimension.
     pub sizes: String,
     pub dtype: DtypeRule,
     /// A combination of the flags below.
     pub is: u8,
     pub reading: Reading,
+    /// The name of another argument, or "" if there is none; see [`Argument::like`].
     pub like: &'static str,
 }
 
@@ -52,7 +54,7 @@ pub const OPTIONAL: u8 = 1;
 const HOST: u8 = 2;
 pub const WRITTEN: u8 = 4;
 const SHARED: u8 = 8;
-// declared.h lacks these flags: C++ gets the indices of the arguments that have them.
+// declared.h lacks the flags below: C++ gets the indices of the arguments that have them.
 pub const LEADER: u8 = 16;
 pub const KEPT: u8 = 32;
 pub const PLAIN: u8 = 64;
@@ -93,16 +95,18 @@ pub fn title(name: &'static str) -> Argument {
     tensor(name, "", DtypeRule::Title)
 }
 
-/// Declares the gradient of the argument `of`.
+/// Declares a backward operator's output `name`, the gradient of the argument `of`.
 pub fn gradient(name: &'static str, of: &'static str) -> Argument {
     tensor(name, "@", DtypeRule::Same).like(of)
 }
 
 impl Argument {
+    /// Adds one of the flags above.
     fn flag(self, flag: u8) -> Self {
         Argument { is: self.is | flag, ..self }
     }
 
+    /// Allows the argument to be absent.
     pub fn optional(self) -> Self {
         self.flag(OPTIONAL)
     }

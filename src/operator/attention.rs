@@ -14,7 +14,8 @@ use tch::Tensor;
 static HANDLE: Handle = Handle::new("attention");
 
 /// Computes attention through the dispatcher. q is (rows, d), k and v are (rows, d), and `ranges` is int64 (n, 4)
-/// with the (q_start, q_len, k_start, k_len) of each sentence.
+/// with the (q_start, q_len, k_start, k_len) of each sentence. `p` is the dropout rate of the weights. `seed` is int64
+/// (seed, update, micro-batch); without it nothing is dropped. `site` numbers the places of dropout in a model.
 pub fn attention(
     q: &Tensor,
     k: &Tensor,
@@ -95,6 +96,7 @@ extern "C" {
 
 // ---- the operator ----
 
+/// Errors unless the width of q (rows, width) is a positive multiple of `heads`.
 fn check_heads(q: &Value, heads: i64) -> Result<()> {
     let q = q.required();
     // `has_columns(q, n)` is true if n divides q's width; for n = 0, if the width is 0.
@@ -107,8 +109,9 @@ fn check_heads(q: &Value, heads: i64) -> Result<()> {
     }
 }
 
+/// Declares attention. Its second output `lse` is each query's and head's log sum of exponentials.
 pub(super) fn operator() -> Operator {
-    // Letters: n is the number of query rows, m of key rows, w the width, h the number of heads, r of sentences.
+    // The letters of sizes: n query rows, m key rows, w columns (the width), h heads, r sentences.
     let queries = |name| tensor(name, "nw", DtypeRule::Same);
     let keys = |name| tensor(name, "mw", DtypeRule::Same);
     let q = || leader("q", "nw").by_columns();
@@ -154,7 +157,8 @@ pub(super) fn operator() -> Operator {
             let [dout, q, k, v, lse, ranges, numbers @ .., p, seed, site] = call.arguments::<12>();
             let settings = settings(numbers, draw(call, [p, seed, site]));
             let gradients = call.outputs::<3>().each_ref().map(|d| d.view);
-            kernel::backward(&views([q, k, v, ranges], settings), &dout.view, &lse.view, None, &gradients)
+            let shares = None; // `lse` was computed from all of these keys
+            kernel::backward(&views([q, k, v, ranges], settings), &dout.view, &lse.view, shares, &gradients)
         })
         .formula(|call| {
             let [dout, q, k, v, _, ranges, numbers @ .., p, seed, site] = call.arguments::<12>();
@@ -169,11 +173,13 @@ pub(super) fn operator() -> Operator {
     .counted(&HANDLE)
 }
 
+/// Returns the kernels' arguments from (q, k, v, ranges).
 fn views(tensors: [&Value; 4], settings: Settings) -> AttentionViews {
     let [q, k, v, ranges] = tensors.map(|t| t.view);
     AttentionViews { q, k, v, ranges, settings }
 }
 
+/// Returns the settings of a call from its arguments and its dropout.
 fn settings([heads, causal, scale]: &[Value; 3], draw: Draw) -> Settings {
     Settings { heads: heads.int(), causal: causal.flag(), scale: scale.float(), draw }
 }

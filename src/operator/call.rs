@@ -11,14 +11,18 @@ use tch::{Kind, Tensor};
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Value {
+    /// One of the constants below.
     tag: i32,
     /// The code of the tensor's own type, even if kernels read a converted copy.
     pub dtype: i32,
+    /// A number's bits, or the address of a tensor, a text or a list.
     bits: u64,
+    /// The length of a text or list.
     length: i64,
     pub view: View,
 }
 
+// These are values of `Value::tag`. A list of tensors or numbers has a further value, which only C++ uses.
 const NONE: i32 = 0;
 const TENSOR: i32 = 1;
 const INTEGER: i32 = 2;
@@ -27,10 +31,12 @@ const BOOLEAN: i32 = 4;
 const TEXT: i32 = 5;
 
 extern "C" {
+    /// Returns element `i` of a list.
     fn nfrs_element(list: *const c_void, i: i64) -> Value;
 }
 
 impl Value {
+    /// Returns a value without a view; C++ adds the view.
     const fn new(tag: i32, bits: u64) -> Self {
         Value { tag, dtype: -1, bits, length: 0, view: View::ABSENT }
     }
@@ -39,6 +45,7 @@ impl Value {
         self.tag == NONE
     }
 
+    /// Returns the tensor; `None` for every other kind of value.
     pub fn tensor(&self) -> Option<Tensor> {
         // SAFETY: C++ keeps a call's tensors alive until the call has ended.
         (self.tag == TENSOR).then(|| unsafe { Tensor::clone_from_ptr(self.bits as *mut _) })
@@ -49,14 +56,17 @@ impl Value {
         self.tensor().expect("the schema requires this tensor")
     }
 
+    /// Returns an integer argument. The schema guarantees that it is one, as for `float`, `flag` and `text`.
     pub fn int(&self) -> i64 {
         self.bits as i64
     }
 
+    /// Returns a float argument.
     pub fn float(&self) -> f64 {
         f64::from_bits(self.bits)
     }
 
+    /// Returns a bool argument.
     pub fn flag(&self) -> bool {
         self.bits != 0
     }
@@ -67,6 +77,7 @@ impl Value {
         (0..self.length).map(|i| unsafe { nfrs_element(self.bits as *const c_void, i) }).collect()
     }
 
+    /// Returns a string argument.
     pub fn text(&self) -> &str {
         // SAFETY: C++ passes a string of this length, and keeps it until the call has ended.
         let bytes = unsafe { std::slice::from_raw_parts(self.bits as *const u8, self.length as usize) };
@@ -116,7 +127,7 @@ macro_rules! values {
 }
 pub(super) use values;
 
-/// A call in one of its stages: plan, kernel, formula or gradient.
+/// A call in one of its stages: plan, kernel, formula or gradient. declared.h describes the fields.
 #[repr(C)]
 pub struct Call {
     arguments: Span<Value>,
@@ -169,12 +180,11 @@ impl Call {
         exactly(self.all_outputs())
     }
 
-    /// Returns the gradients of the outputs.
+    /// Returns the gradients of the outputs, which the gradient stage is given.
     pub fn given(&self) -> Vec<Option<Tensor>> {
-        // SAFETY: see above; in the gradient stage there is a gradient for each output.
-        let outputs: &[Value] = unsafe { self.outputs.get() };
-        // SAFETY: see above.
-        (0..outputs.len()).map(|k| unsafe { &*self.gradients.add(k) }.tensor()).collect()
+        let n_outputs = self.all_outputs().len();
+        // SAFETY: in the gradient stage C++ passes a gradient for each output, and keeps them until the call has ended.
+        (0..n_outputs).map(|k| unsafe { &*self.gradients.add(k) }.tensor()).collect()
     }
 
     /// Returns the arguments as tensors, with `None` for those whose gradient is not wanted.
@@ -190,7 +200,7 @@ impl Call {
 
     /// Calls `formula` with this call and other arguments.
     pub fn with_values<T>(&self, arguments: &[Value], formula: impl FnOnce(&Call) -> T) -> T {
-        // Bits that Rust sets during `formula` must not change this call.
+        // The three cells are new, because bits that Rust sets during `formula` must not change this call.
         let (no_bits, is_composed) = (Cell::new(0), Cell::new(false));
         let arguments = Span::of(arguments);
         formula(&Call { arguments, absent: no_bits.clone(), written: no_bits, composed: is_composed, ..*self })
@@ -201,6 +211,7 @@ impl Call {
         (self.device >= 0).then_some(self.device)
     }
 
+    /// Returns the reason why a formula runs.
     pub fn why(&self) -> Why {
         match self.why {
             0 => Why::Device,
@@ -230,7 +241,7 @@ pub fn replaced(given: &[Value], tensors: &[Option<Tensor>]) -> Vec<Value> {
     given.iter().zip(tensors).map(|(own, t)| t.as_ref().map_or(*own, Value::from)).collect()
 }
 
-/// Returns a type's number in c10::ScalarType, which tch does not publish.
+/// Returns the number of a floating type in c10::ScalarType, which tch does not publish.
 pub fn scalar_type(kind: Kind) -> i64 {
     match kind {
         Kind::Half => 5,
@@ -241,6 +252,7 @@ pub fn scalar_type(kind: Kind) -> i64 {
     }
 }
 
+/// Returns the values as an array; panics if their number is not N.
 fn exactly<const N: usize>(values: &[Value]) -> &[Value; N] {
     values.try_into().expect("a call has as many arguments and outputs as its operator")
 }

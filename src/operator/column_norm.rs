@@ -34,7 +34,7 @@ pub struct Column<'a> {
 }
 
 impl ColumnNormOp {
-    /// Returns the operators of [`COLUMN_NORMS`], at the same indices.
+    /// Returns the operators of all norms in [`COLUMN_NORMS`], at the same indices.
     pub(super) fn all() -> &'static [ColumnNormOp] {
         static ALL: LazyLock<Vec<ColumnNormOp>> = LazyLock::new(|| {
             let operator =
@@ -68,8 +68,9 @@ impl ColumnNormOp {
 
 // ---- the operators ----
 
-pub(super) fn operator(o: &'static ColumnNormOp) -> Operator {
-    let (k, name, [first, second]) = (o.kernels, o.kernels.operator, o.kernels.state);
+/// Declares the operator of a norm, (x, parameters, mask, buffers, …) → (y, statistics), with its backward operator.
+pub(super) fn operator(norm: &'static ColumnNormOp) -> Operator {
+    let (spec, name, [first, second]) = (norm.kernels, norm.kernels.operator, norm.kernels.state);
     let per_column = |name| tensor(name, "=d", DtypeRule::Floating).optional();
     let pad = || tensor("pad_mask", "*", DtypeRule::Bool).optional();
     let counter = |name| tensor(name, "=1", DtypeRule::Int64).optional().state();
@@ -94,16 +95,17 @@ pub(super) fn operator(o: &'static ColumnNormOp) -> Operator {
         ],
         [tensor("y", "*d", DtypeRule::Same), stats()],
     )
-    .plan(move |call| plan(k, call))
-    .kernel(move |call| forward(k, call))
+    .plan(move |call| plan(spec, call))
+    .kernel(move |call| forward(spec, call))
     .formula(move |call| {
         // Between the mask and `stats` are the four buffers of the state. `options` reads the last seven arguments.
         let [x, weight, bias, pad, buffers @ .., stats, _, _, _, _, _, _, _] = call.arguments::<16>();
         let [weight, bias, pad, stats] = [weight, bias, pad, stats].map(Value::tensor);
         let [first, second, iters, refused] = buffers.each_ref().map(Value::tensor);
         let state = StateTensors { first, second, iters, refused };
-        let (parameters, o) = ((weight.as_ref(), bias.as_ref()), options(k, call)?);
-        let (y, used) = statistics::forward(k, &x.required(), parameters, pad.as_ref(), &state, stats.as_ref(), &o)?;
+        let (parameters, options) = ((weight.as_ref(), bias.as_ref()), options(spec, call)?);
+        let (pad, stats) = (pad.as_ref(), stats.as_ref());
+        let (y, used) = statistics::forward(spec, &x.required(), parameters, pad, &state, stats, &options)?;
         Ok(vec![Some(y), Some(used)])
     })
     .backward(
@@ -129,44 +131,48 @@ pub(super) fn operator(o: &'static ColumnNormOp) -> Operator {
             ],
         )
         .plan(move |call| {
-            let o = backward_options(k, call)?;
-            if call.device().is_some() && o.ranks.is_some() {
+            let options = backward_options(spec, call)?;
+            // The GPU kernels support only one process.
+            if call.device().is_some() && options.ranks.is_some() {
                 call.decline();
             }
             Ok(())
         })
-        .kernel(move |call| backward(k, call))
+        .kernel(move |call| backward(spec, call))
         .formula(move |call| {
             let [dy, x, weight, pad, second, refused, stats, ..] = call.arguments::<11>();
             let [dy, x, stats] = [dy, x, stats].map(Value::required);
             let [weight, pad, second, refused] = [weight, pad, second, refused].map(Value::tensor);
             let state = StateTensors { second, refused, ..StateTensors::default() };
-            let (weight, pad, o) = (weight.as_ref(), pad.as_ref(), backward_options(k, call)?);
-            let (dx, dweight, dbias) = statistics::backward(k, &dy, &x, weight, pad, &stats, &state, &o)?;
+            let (weight, pad, options) = (weight.as_ref(), pad.as_ref(), backward_options(spec, call)?);
+            let (dx, dweight, dbias) = statistics::backward(spec, &dy, &x, weight, pad, &stats, &state, &options)?;
             Ok([dx, dweight, dbias].map(Some).into())
         }),
     )
-    .double_backward(move |call| double_backward(o, call))
+    .double_backward(move |call| double_backward(norm, call))
     .with_own_gradient()
-    .program(&o.kernels.kernel.program)
-    .counted(&o.handle)
+    .program(&norm.kernels.kernel.program)
+    .counted(&norm.handle)
 }
 
 /// True if the argument chooses the variant that PowerNorm's authors released.
-fn is_release(k: &ColumnNormOpSpec, variant: &Value) -> Result<bool> {
+fn is_release(spec: &ColumnNormOpSpec, variant: &Value) -> Result<bool> {
     match variant.text() {
         "paper" => Ok(false),
         "release" => Ok(true),
-        other => Err(Error::invalid(format!("{}: variant must be one of paper, release; got \"{other}\"", k.operator))),
+        other => {
+            let name = spec.operator;
+            Err(Error::invalid(format!("{name}: variant must be one of paper, release; got \"{other}\"")))
+        }
     }
 }
 
-/// Returns the process group that the argument names, or an error if it was not registered.
-fn ranks(k: &ColumnNormOpSpec, name: &Value) -> Result<Option<&'static dyn Ranks>> {
+/// Returns the process group that the argument names, or an error if it was not registered. `None` is a single process.
+fn ranks(spec: &ColumnNormOpSpec, name: &Value) -> Result<Option<&'static dyn Ranks>> {
     let group = ProcessGroup::named(name.text()).ok_or_else(|| {
         Error::invalid(format!(
             "{}: \"{}\" is no process group that normformer_rs was told of; give the module sync=True, which tells it",
-            k.operator,
+            spec.operator,
             name.text()
         ))
     })?;
@@ -174,55 +180,57 @@ fn ranks(k: &ColumnNormOpSpec, name: &Value) -> Result<Option<&'static dyn Ranks
 }
 
 /// Reads the options of a forward call.
-fn options(k: &ColumnNormOpSpec, call: &Call) -> Result<ColumnOptions> {
-    let [.., train, alpha, eps, alpha_bwd, warmup, variant, name] = call.arguments::<16>();
+fn options(spec: &ColumnNormOpSpec, call: &Call) -> Result<ColumnOptions> {
+    let [.., train, alpha, eps, alpha_bwd, warmup, variant, group] = call.arguments::<16>();
     Ok(ColumnOptions {
         alpha: alpha.float(),
         alpha_bwd: alpha_bwd.float(),
         eps: eps.float(),
         warmup: warmup.int(),
-        ranks: ranks(k, name)?,
+        ranks: ranks(spec, group)?,
         train: train.flag(),
-        release: is_release(k, variant)?,
+        release: is_release(spec, variant)?,
     })
 }
 
-fn backward_options(k: &ColumnNormOpSpec, call: &Call) -> Result<ColumnOptions> {
-    let [.., train, alpha_bwd, variant, name] = call.arguments::<11>();
-    let (ranks, release) = (ranks(k, name)?, is_release(k, variant)?);
+/// Reads the options of a backward call; all others keep their defaults.
+fn backward_options(spec: &ColumnNormOpSpec, call: &Call) -> Result<ColumnOptions> {
+    let [.., train, alpha_bwd, variant, group] = call.arguments::<11>();
+    let (ranks, release) = (ranks(spec, group)?, is_release(spec, variant)?);
     Ok(ColumnOptions { alpha_bwd: alpha_bwd.float(), ranks, train: train.flag(), release, ..ColumnOptions::default() })
 }
 
 /// Errors if the call's buffers, or the reason why a formula runs, do not suit the norm. Declines calls that the GPU
 /// kernels cannot compute.
-fn plan(k: &ColumnNormOpSpec, call: &Call) -> Result<()> {
-    let ([_x, _weight, _bias, _pad, first, second, iters, ..], o) = (call.arguments::<16>(), options(k, call)?);
-    let (name, [first_name, second_name]) = (k.operator, k.state);
+fn plan(spec: &ColumnNormOpSpec, call: &Call) -> Result<()> {
+    let ([_x, _weight, _bias, _pad, first, second, iters, ..], options) =
+        (call.arguments::<16>(), options(spec, call)?);
+    let (name, [first_name, second_name]) = (spec.operator, spec.state);
     // PowerNorm, the norm with an approximate gradient, cannot compute without its buffers.
-    if k.kernel.approximate && [first, second, iters].into_iter().any(Value::is_none) {
+    if spec.kernel.approximate && [first, second, iters].into_iter().any(Value::is_none) {
         return Err(Error::invalid(format!("{name} needs its buffers {first_name}, {second_name} and iters")));
     }
     // A norm that centres keeps a running mean and a running variance; one alone would be of no use.
-    if k.kernel.centred && first.is_none() != second.is_none() {
+    if spec.kernel.centred && first.is_none() != second.is_none() {
         let both = format!("{name} needs both of its buffers {first_name} and {second_name}, or neither");
         return Err(Error::invalid(both));
     }
     let refuse = |why: &str| Err(Error::NotImplemented(format!("{name}: {why}")));
     match call.why() {
-        Why::Transform if k.kernel.approximate && o.train => refuse(
+        Why::Transform if spec.kernel.approximate && options.train => refuse(
             "torch.func differentiates formulas, and the gradient in training is PowerNorm's approximation, which is no \
              formula's: use loss.backward(), or call eval() first",
         ),
-        Why::Transform if o.ranks.is_some() => {
+        Why::Transform if options.ranks.is_some() => {
             refuse("torch.func sees one process only: train without sync, or use loss.backward()")
         }
-        Why::Batch if o.train && !first.is_none() => refuse(
+        Why::Batch if options.train && !first.is_none() => refuse(
             "under vmap every example would move the running statistics: call eval() first, or give no buffers",
         ),
         _ => {
             // The GPU kernels support only one process, and only buffers of the same type.
             let mixed = !second.is_none() && first.dtype != second.dtype;
-            if call.device().is_some() && (mixed || o.ranks.is_some()) {
+            if call.device().is_some() && (mixed || options.ranks.is_some()) {
                 call.decline();
             }
             Ok(())
@@ -231,23 +239,23 @@ fn plan(k: &ColumnNormOpSpec, call: &Call) -> Result<()> {
 }
 
 /// Returns the formula's gradients, which can be differentiated again.
-fn double_backward(operator: &ColumnNormOp, call: &Call) -> Result<Vec<Option<Tensor>>> {
-    let k = operator.kernels;
+fn double_backward(norm: &ColumnNormOp, call: &Call) -> Result<Vec<Option<Tensor>>> {
+    let spec = norm.kernels;
     let [x, weight, bias, pad, first, ..] = call.arguments::<16>();
-    let ([_, stats], options) = (call.outputs(), options(k, call)?);
-    let refuse = |why: &str| Err(Error::NotImplemented(format!("{}: {why}", k.operator)));
+    let ([_, stats], options) = (call.outputs(), options(spec, call)?);
+    let refuse = |why: &str| Err(Error::NotImplemented(format!("{}: {why}", spec.operator)));
     if options.ranks.is_some() {
         return refuse(
             "statistics over several ranks have no second derivative: train without create_graph, or without sync",
         );
     }
-    if k.kernel.approximate && options.train {
+    if spec.kernel.approximate && options.train {
         return refuse(
             "the gradient in training is PowerNorm's approximation (Shen et al. 2020, eq 11), which is no function's \
              derivative and has none itself: train without create_graph, take powernorm-v, or call eval() first",
         );
     }
-    operator.handle.count_composed();
+    norm.handle.count_composed();
     // If the batch's own statistics were used, the formula measures them again; running statistics are constants.
     let from_batch = options.train || first.is_none();
     let given = if from_batch { None } else { stats.tensor() };
@@ -257,7 +265,7 @@ fn double_backward(operator: &ColumnNormOp, call: &Call) -> Result<Vec<Option<Te
     engine::gradients_again(&inputs, &call.given(), |inputs| {
         let [Some(x), weight, bias] = inputs else { unreachable!("the schema requires x") };
         let parameters = (weight.as_ref(), bias.as_ref());
-        let (y, _) = statistics::forward(k, x, parameters, pad.as_ref(), &state, given.as_ref(), &options)?;
+        let (y, _) = statistics::forward(spec, x, parameters, pad.as_ref(), &state, given.as_ref(), &options)?;
         Ok(vec![Some(y)])
     })
 }
@@ -265,10 +273,10 @@ fn double_backward(operator: &ColumnNormOp, call: &Call) -> Result<Vec<Option<Te
 // ---- the kernels' arguments ----
 
 /// Runs the forward kernel. If `stats` of an earlier pass are given, they become this pass's, and no buffer changes.
-fn forward(k: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
+fn forward(spec: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
     let ([x, weight, bias, pad, first, second, iters, refused, given, ..], [y, stats]) =
         (call.arguments::<16>(), call.outputs());
-    let v = ColumnViews {
+    let views = ColumnViews {
         x: x.view,
         weight: weight.view,
         bias: bias.view,
@@ -279,28 +287,28 @@ fn forward(k: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
         refused: refused.view,
         wide_state: is_wide(first),
         given: !given.is_none(),
-        options: options(k, call)?,
+        options: options(spec, call)?,
         y: y.view,
         stats: stats.view,
     };
     if let Some(given) = given.tensor() {
         stats.required().f_copy_(&given)?;
     }
-    kernel::forward(call.device(), &k.kernel, &v)?;
-    if v.options.train && !v.given {
+    kernel::forward(call.device(), &spec.kernel, &views)?;
+    if views.options.train && !views.given {
         // These are the indices of the changed buffers among the arguments. PowerNorm's second buffer (5) changes only
         // in the backward pass.
-        let moved: &[usize] = if k.kernel.approximate { &[4, 6, 7] } else { &[4, 5, 6, 7] };
+        let moved: &[usize] = if spec.kernel.approximate { &[4, 6, 7] } else { &[4, 5, 6, 7] };
         moved.iter().for_each(|i| call.write_back(*i));
     }
     Ok(())
 }
 
 /// Runs the backward kernel, which also updates PowerNorm's second buffer in training.
-fn backward(k: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
+fn backward(spec: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
     let ([dy, x, weight, pad, second, refused, stats, ..], [dx, dweight, dbias]) =
         (call.arguments::<11>(), call.outputs());
-    let v = ColumnViews {
+    let views = ColumnViews {
         x: x.view,
         weight: weight.view,
         bias: View::ABSENT,
@@ -311,13 +319,13 @@ fn backward(k: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
         refused: refused.view,
         wide_state: is_wide(second),
         given: false,
-        options: backward_options(k, call)?,
+        options: backward_options(spec, call)?,
         y: View::ABSENT,
         stats: stats.view,
     };
-    let d = ColumnGradients { dy: dy.view, dx: dx.view, dweight: dweight.view, dbias: dbias.view };
-    kernel::backward(call.device(), &k.kernel, &v, &d)?;
-    if v.options.train && k.kernel.approximate {
+    let gradients = ColumnGradients { dy: dy.view, dx: dx.view, dweight: dweight.view, dbias: dbias.view };
+    kernel::backward(call.device(), &spec.kernel, &views, &gradients)?;
+    if views.options.train && spec.kernel.approximate {
         // These are the indices of the second buffer and of `refused` among the backward operator's arguments.
         [4, 5].into_iter().for_each(|i| call.write_back(i));
     }

@@ -20,7 +20,7 @@ static ON_DEVICE: Handle = Handle::new("lp_norm_forward");
 static OWN: Handle = Handle::new("own_norm");
 static CONVENTIONAL: Handle = Handle::new("conventional_rms_norm");
 
-/// Computes y of a user's norm with an operator that python/normformer_rs/declarations/norm.py defines.
+/// Computes y of a norm that a user declared, with an operator that python/normformer_rs/declarations/norm.py defines.
 pub fn norm_of_ones_own(own: &OwnNorm, x: &Tensor, parameters: &[Tensor]) -> Result<Tensor> {
     // The schema has MOST parameters; those that the norm does not have are None.
     let parameter = |i: usize| Value::from(parameters.get(i));
@@ -65,8 +65,8 @@ pub fn group_scaling(x: &Tensor, groups: i64) -> Result<Tensor> {
 
 // ---- the operators ----
 
-/// Declares an operator composed of other operators; `y` computes its result. An x without columns is copied, without
-/// calling `y`.
+/// Declares an operator composed of other operators. `y` computes its result from the call and the first argument x.
+/// An x without columns is copied, without calling `y`.
 fn composition(
     schema: &str,
     arguments: impl Into<Vec<Argument>>,
@@ -80,6 +80,8 @@ fn composition(
     Operator::new(schema, arguments, [tensor("y", "*d", DtypeRule::Same)]).formula(formula).composition()
 }
 
+/// Declares y = g·x/max(‖x‖_p, ε), which calls ScaleNorm's operator or a GPU's kernels if they suit, else the composed
+/// form.
 pub(super) fn lp_norm_operator() -> Operator {
     static NORM: LazyLock<&RowNormOp> = LazyLock::new(|| RowNormOp::of(&scale_norm::OPERATOR));
     let schema = "lp_norm(Tensor x, Tensor? weight, float p, float eps) -> Tensor";
@@ -97,7 +99,7 @@ pub(super) fn lp_norm_operator() -> Operator {
             false => lp::composed(x, weight.as_ref(), p, eps),
         }
     })
-    .plan(|call| check_order(call.arguments::<4>()[2].float()))
+    .plan(check_order)
 }
 
 /// Declares lp_norm's kernels, which exist only for GPUs.
@@ -109,7 +111,7 @@ pub(super) fn lp_norm_on_device() -> Operator {
         [leader("x", "*d"), weight()],
         [tensor("y", "*d", DtypeRule::Same), stats()],
     )
-    .plan(|call| check_order(call.arguments::<4>()[2].float()))
+    .plan(check_order)
     .kernel(|call| {
         let ([x, weight, p, eps], [y, stats]) = (call.arguments(), call.outputs());
         let (device, views) = on_device(call, [x, weight, stats, p, eps])?;
@@ -118,7 +120,7 @@ pub(super) fn lp_norm_on_device() -> Operator {
     .formula(|call| {
         let [x, weight, p, eps] = call.arguments();
         let y = lp::composed(&x.required(), weight.tensor().as_ref(), p.float(), eps.float())?;
-        Ok(vec![Some(y), None])
+        Ok(vec![Some(y), None]) // no statistics
     })
     .backward(
         Operator::new(
@@ -127,7 +129,7 @@ pub(super) fn lp_norm_on_device() -> Operator {
             [tensor("dy", "*d", DtypeRule::Same), leader("x", "*d"), weight(), stats()],
             [gradient("dx", "x"), gradient("dweight", "weight")],
         )
-        .plan(|call| check_order(call.arguments::<6>()[4].float()))
+        .plan(check_order)
         .kernel(|call| {
             let ([dy, x, weight, stats, p, eps], [dx, dweight]) = (call.arguments(), call.outputs());
             let (device, views) = on_device(call, [x, weight, stats, p, eps])?;
@@ -137,9 +139,9 @@ pub(super) fn lp_norm_on_device() -> Operator {
         .formula(|call| {
             let [dy, x, weight, _, p, eps] = call.arguments();
             let (x, weight, p, eps) = (x.required(), weight.tensor(), p.float(), eps.float());
-            let all: Vec<&Tensor> = [&x].into_iter().chain(&weight).collect();
+            let present: Vec<&Tensor> = [&x].into_iter().chain(&weight).collect();
             let composed = |leaves: &[Tensor]| lp::composed(&leaves[0], leaves.get(1), p, eps);
-            let mut gradients = engine::gradients(&all, &dy.required(), composed)?;
+            let mut gradients = engine::gradients(&present, &dy.required(), composed)?;
             gradients.resize_with(2, || None); // without a weight, dweight is absent
             Ok(gradients)
         }),
@@ -147,36 +149,39 @@ pub(super) fn lp_norm_on_device() -> Operator {
     .counted(&HANDLE)
 }
 
-fn check_order(p: f64) -> Result<()> {
-    lp::check("lp_norm: p", p)
+/// Errors if p, the last argument but one, is not the order of a norm.
+fn check_order(call: &Call) -> Result<()> {
+    let [.., p, _eps] = call.all() else { unreachable!("the schema has these") };
+    lp::check("lp_norm: p", p.float())
 }
 
 /// Declares RMSNorm with its conventions. It uses RMSNorm's kernels if they compute the same x̂, otherwise a composed
 /// form.
 pub(super) fn conventional_rms_norm() -> Operator {
     static NORM: LazyLock<&RowNormOp> = LazyLock::new(|| RowNormOp::of(&rms_norm::OPERATOR));
+    /// Returns the call's conventions, weight and ε.
     fn read(call: &Call) -> Result<(Conventions, Option<Tensor>, f64)> {
         let [_, weight, eps, cast, eps_place, part] = call.arguments();
-        let how = Conventions::parse(cast.text(), eps_place.text(), part.float())?;
-        Ok((how, weight.tensor(), eps.float()))
+        let conventions = Conventions::parse(cast.text(), eps_place.text(), part.float())?;
+        Ok((conventions, weight.tensor(), eps.float()))
     }
     let schema =
         "conventional_rms_norm(Tensor x, Tensor? weight, float eps, str cast, str eps_place, float part) -> Tensor";
     composition(schema, [leader("x", "*d"), parameter("weight")], |call, x| {
-        let (how, weight, eps) = read(call)?;
-        if !how.has_kernel(x.kind()) {
+        let (conventions, weight, eps) = read(call)?;
+        if !conventions.has_kernel(x.kind()) {
             CONVENTIONAL.count_composed();
-            return how.composed(x, weight.as_ref(), eps, how.measured(engine::width(x)?)?);
+            return conventions.composed(x, weight.as_ref(), eps, conventions.measured(engine::width(x)?)?);
         }
-        match how.rounds_first(x.kind()) {
-            true => how.times_gain(NORM.call(x, None, None, eps)?, weight.as_ref()),
+        match conventions.rounds_first(x.kind()) {
+            true => conventions.times_gain(NORM.call(x, None, None, eps)?, weight.as_ref()),
             false => NORM.call(x, weight.as_ref(), None, eps),
         }
     })
     // Errors if the part of a row that is measured has no numbers.
     .plan(|call| {
-        let (how, ..) = read(call)?;
-        how.measured(engine::width(&call.first())?).map(drop)
+        let (conventions, ..) = read(call)?;
+        conventions.measured(engine::width(&call.first())?).map(drop)
     })
 }
 
@@ -190,21 +195,22 @@ fn on_device(call: &Call, [x, weight, stats, p, eps]: [&Value; 5]) -> Result<(Op
     }
 }
 
-/// Declares x/√(m + 1e-5), where m is the mean of x² over each group.
+/// Declares x/√(m + 1e-5), where m is the mean of x² over each of `groups` equal parts of a row.
 pub(super) fn group_scaling_operator() -> Operator {
     composition("group_scaling(Tensor x, int groups=1) -> Tensor", [leader("x", "*d")], |call, x| {
-        group_scaling(x, call.arguments::<2>()[1].int())
+        let [_, groups] = call.arguments();
+        group_scaling(x, groups.int())
     })
     .plan(|call| {
         let [x, groups] = call.arguments();
         let (x, groups) = (x.required(), groups.int());
-        let bad = |why: String| Err(Error::invalid(format!("group_scaling: groups must {why}")));
+        let refuse = |wanted: String| Err(Error::invalid(format!("group_scaling: groups must {wanted}")));
         if groups < 1 {
-            return bad(format!("be at least 1, got {groups}"));
+            return refuse(format!("be at least 1, got {groups}"));
         }
         match engine::has_columns(&x, groups) {
             true => Ok(()),
-            false => bad(format!(
+            false => refuse(format!(
                 "divide the width of x, got {groups} groups and width {}",
                 x.size().last().copied().unwrap_or(1)
             )),

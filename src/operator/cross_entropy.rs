@@ -13,8 +13,9 @@ use tch::Tensor;
 static HANDLE: Handle = Handle::new("label_smoothed_cross_entropy");
 static IN_PLACE: Handle = Handle::new("label_smoothed_cross_entropy_");
 
-/// Returns (loss, nll), with one number per row; only the loss is differentiable. `mask` is bool (V), true for
-/// columns in the target vocabulary.
+/// Returns (loss, nll), with one number per row; only the loss is differentiable. The logits are (rows, V), `target`
+/// is int64 (rows). `mask` is bool (V), true for columns in the target vocabulary. Rows whose target is `ignore_index`
+/// have the loss 0.
 pub fn cross_entropy(
     logits: &Tensor,
     target: &Tensor,
@@ -50,10 +51,12 @@ fn logits() -> Argument {
     leader("logits", "nc")
 }
 
+/// Declares the index of each row's right class.
 fn target() -> Argument {
     tensor("target", "n", DtypeRule::Int64)
 }
 
+/// Declares the mask of the classes that may be predicted.
 fn mask() -> Argument {
     tensor("mask", "c", DtypeRule::Bool).optional()
 }
@@ -69,6 +72,7 @@ fn lse() -> Argument {
     tensor("lse", "n2", DtypeRule::Computed)
 }
 
+/// Errors if the logits have no classes.
 fn check_classes(logits: &Value) -> Result<()> {
     let logits = logits.required();
     match engine::has_columns(&logits, 0) {
@@ -80,6 +84,7 @@ fn check_classes(logits: &Value) -> Result<()> {
     }
 }
 
+/// Declares the loss, (logits, target, mask, …) → (loss, nll, lse), with its backward operator.
 pub(super) fn operator() -> Operator {
     Operator::new(
         "label_smoothed_cross_entropy(Tensor logits, Tensor target, Tensor? mask, float nll_weight, \
@@ -87,7 +92,10 @@ pub(super) fn operator() -> Operator {
         [logits(), target(), mask()],
         [per_row("loss"), per_row("nll"), lse()],
     )
-    .plan(|call| check_classes(&call.arguments::<6>()[0]))
+    .plan(|call| {
+        let [logits, ..] = call.arguments::<6>();
+        check_classes(logits)
+    })
     .kernel(|call| {
         let ([logits, target, mask, numbers @ ..], [loss, nll, lse]) = (call.arguments::<6>(), call.outputs());
         let losses = Losses { loss: loss.view, nll: nll.view, lse: lse.view };
@@ -105,15 +113,18 @@ pub(super) fn operator() -> Operator {
             [per_row("dloss"), logits(), target(), mask(), lse()],
             [tensor("dlogits", "nc", DtypeRule::Same)],
         )
-        .plan(|call| check_classes(&call.arguments::<8>()[1]))
+        .plan(|call| {
+            let [_, logits, ..] = call.arguments::<8>();
+            check_classes(logits)
+        })
         .kernel(|call| {
             let ([dloss, logits, target, mask, lse, numbers @ ..], [dlogits]) = (call.arguments::<8>(), call.outputs());
             let views = views([logits, target, mask], numbers);
             kernel::backward(call.device(), &views, lse.view, &dloss.view, &dlogits.view)
         })
         .formula(|call| {
-            let [dloss, logits, target, mask, _, numbers @ ..] = call.arguments::<8>();
-            let rest = [*target, *mask, numbers[0], numbers[1], numbers[2]];
+            let [dloss, logits, target, mask, _lse, nll, uniform, ignore_index] = call.arguments();
+            let rest = [*target, *mask, *nll, *uniform, *ignore_index];
             engine::gradients(&[&logits.required()], &dloss.required(), |leaves| Ok(formula(&leaves[0], &rest)?.0))
         }),
     )
@@ -130,7 +141,10 @@ pub(super) fn in_place_operator() -> Operator {
         [logits().written(), target(), mask(), tensor("scale", "=1", DtypeRule::Float64)],
         ["loss", "nll"].map(per_row),
     )
-    .plan(|call| check_classes(&call.arguments::<7>()[0]))
+    .plan(|call| {
+        let [logits, ..] = call.arguments::<7>();
+        check_classes(logits)
+    })
     .kernel(|call| {
         let ([logits, target, mask, numbers @ .., scale], [loss, nll]) = (call.arguments::<7>(), call.outputs());
         let losses = Losses { loss: loss.view, nll: nll.view, lse: View::ABSENT };
@@ -157,12 +171,14 @@ pub(super) fn in_place_operator() -> Operator {
     .counted(&HANDLE)
 }
 
+/// Returns the kernels' arguments from (logits, target, mask) and the numbers that follow them in the schema.
 fn views(tensors: [&Value; 3], [nll, uniform, ignore_index]: &[Value; 3]) -> LossViews {
     let [logits, target, mask] = tensors.map(|t| t.view);
     let smoothing = Smoothing { nll: nll.float(), uniform: uniform.float() };
     LossViews { logits, target, mask, smoothing, ignore_index: ignore_index.int() }
 }
 
+/// Computes (loss, nll) with tch operations; autograd can differentiate the loss.
 fn formula(logits: &Tensor, [target, mask, nll, uniform, ignore_index]: &[Value; 5]) -> Result<(Tensor, Tensor)> {
     let smoothing = Smoothing { nll: nll.float(), uniform: uniform.float() };
     composed(logits, &target.required(), mask.tensor().as_ref(), smoothing, ignore_index.int())

@@ -12,11 +12,12 @@ use crate::error::{Error, Result};
 use std::sync::OnceLock;
 use tch::Tensor;
 
+/// A function that checks a call, or writes its outputs.
 type Run = Box<dyn Fn(&Call) -> Result<()> + Send + Sync>;
 /// A function that computes outputs or gradients. `None` stands for an output of zeros, or for an absent gradient.
 type Make = Box<dyn Fn(&Call) -> Result<Vec<Option<Tensor>>> + Send + Sync>;
 
-/// The declaration of an operator.
+/// The declaration of an operator. Methods of nearly the same names set the fields.
 pub struct Operator {
     pub(super) schema: String,
     pub(super) arguments: Vec<Argument>,
@@ -139,29 +140,33 @@ impl Operator {
         Operator { handle: Some(handle), ..self }
     }
 
+    /// Returns the operator's name, with which the schema begins.
     pub fn name(&self) -> &str {
         self.schema.split('(').next().unwrap_or_default()
     }
 
+    /// Returns the error of a call that finds no kernel or no formula.
     fn missing(&self) -> Error {
         Error::Torch(format!("{} has no kernel here", self.name()))
     }
 
+    /// Runs the kernel, which writes the call's outputs.
     pub(super) fn run_kernel(&self, call: &Call) -> Result<()> {
         self.kernel.as_ref().ok_or_else(|| self.missing())?(call)
     }
 
+    /// Counts the call, and returns the outputs that the formula computes.
     pub(super) fn run_formula(&self, call: &Call) -> Result<Vec<Option<Tensor>>> {
         self.handle.inspect(|h| h.count_composed());
         self.formula_of(call)
     }
 
-    /// Runs the formula, but does not count the call.
+    /// Returns the outputs that the formula computes, but does not count the call.
     pub(super) fn formula_of(&self, call: &Call) -> Result<Vec<Option<Tensor>>> {
         self.formula.as_ref().ok_or_else(|| self.missing())?(call)
     }
 
-    /// Returns gradients that can be differentiated again.
+    /// Returns the gradients of the arguments, by index, in a form that can be differentiated again.
     pub(super) fn gradients_again(&self, call: &Call) -> Result<Vec<Option<Tensor>>> {
         match &self.double_backward {
             Some(double_backward) => double_backward(call),

@@ -29,7 +29,7 @@ pub fn check_dropout(operator: &str, p: &Value, seed: &Value) -> Result<()> {
     }
 }
 
-/// Returns the dropout settings for a kernel. A GPU kernel reads the seed on the device.
+/// Returns the dropout settings for a kernel, from the operator's arguments. A GPU kernel reads the seed on the device.
 pub fn draw(call: &Call, [p, seed, site]: [&Value; 3]) -> Draw {
     let draw = Draw { p: p.float(), site: site.int(), ..Draw::NONE };
     if draw.p == 0.0 {
@@ -52,7 +52,7 @@ pub fn drawn_for(t: &Tensor, draw: [&Value; 3]) -> Result<Option<Tensor>> {
     Ok(mask.map(|mask| mask.f_to_device(t.device())?.f_to_kind(t.kind())?.f_reshape(size.as_slice())).transpose()?)
 }
 
-/// Returns dropout factors for `rows` × `cols`, float64 on the seed's device.
+/// Returns dropout factors for `rows` × `cols`, float64 on the seed's device; `None` without dropout.
 ///
 /// The call goes through the dispatcher, because only it can read a seed that torch.func wraps. If vmap's examples
 /// have separate seeds, the dispatcher calls the operator once per example.
@@ -96,5 +96,5 @@ pub(super) fn operator() -> Operator {
         Ok(vec![Some(mask.f_to_device(seed.device())?)])
     })
     .formula_alone()
-    .looped()
+    .looped() // under vmap, each example may have its own seed
 }

@@ -31,6 +31,7 @@ extern "C" {
 
 /// An operator of the dispatcher. The first call looks it up; the handle counts the calls of our operators.
 pub struct Handle {
+    /// The namespace before `name`: "normformer_rs::", or "" for torch's operators, whose names include it.
     library: &'static str,
     pub name: &'static str,
     /// The operator's address in C++; 0 until it has been found.
@@ -99,7 +100,7 @@ impl Handle {
         self.find().is_ok()
     }
 
-    /// Calls the operator; `arguments` are all of the schema's arguments.
+    /// Calls the operator, which has N outputs; `arguments` are all of the schema's arguments.
     pub fn call<const N: usize>(&self, arguments: &[Value]) -> Result<[Tensor; N]> {
         let operator = self.find()?;
         let mut made = [std::ptr::null_mut(); N];
@@ -114,11 +115,11 @@ impl Handle {
 
 /// Calls one of our operators by its name; `arguments` are all of the schema's arguments.
 pub fn call_by_name(name: &str, arguments: &[Value], n_outputs: usize) -> Result<Vec<Tensor>> {
-    let whole = format!("normformer_rs::{name}");
+    let full_name = format!("normformer_rs::{name}");
     // SAFETY: the name outlives the call.
-    let operator = unsafe { nfrs_operator(whole.as_ptr().cast(), whole.len() as i64) };
+    let operator = unsafe { nfrs_operator(full_name.as_ptr().cast(), full_name.len() as i64) };
     if operator.is_null() {
-        return Err(Error::Torch(format!("{whole} is not registered: call operator::register first")));
+        return Err(Error::Torch(format!("{full_name} is not registered: call operator::register first")));
     }
     let mut made = vec![std::ptr::null_mut(); n_outputs];
     // SAFETY: the operator is never freed, the arguments outlive the call, and there is room for the tensors.
@@ -129,8 +130,8 @@ pub fn call_by_name(name: &str, arguments: &[Value], n_outputs: usize) -> Result
     }
 }
 
-/// Returns the gradients of `inputs`, given the gradient of `f(inputs)`. Works inside an operator, where the dispatcher
-/// has turned autograd off.
+/// Returns the gradients of `inputs`, given the gradient of `f(inputs)`. They cannot be differentiated again. Works
+/// inside an operator, where the dispatcher has turned autograd off.
 pub fn gradients(
     inputs: &[&Tensor],
     gradient: &Tensor,
@@ -147,7 +148,8 @@ pub fn gradients(
     let _guard = AutogradGuard(unsafe { nfrs_above_autograd() });
     let leaves: Vec<Tensor> = inputs.iter().map(|t| t.detach().set_requires_grad(true)).collect();
     let _recording = Recording::set(true);
-    run(&[&f(&leaves)?], &[gradient], &leaves.iter().collect::<Vec<_>>(), false)
+    let (root, create_graph) = (f(&leaves)?, false);
+    run(&[&root], &[gradient], &leaves.iter().collect::<Vec<_>>(), create_graph)
 }
 
 /// Returns gradients of `f(inputs)` that can be differentiated again, for the inputs that require one. They are
@@ -163,20 +165,22 @@ pub fn gradients_again(
     let outputs = f(&aliases)?;
     let is_differentiable = |t: &&Tensor| t.requires_grad();
     let pairs = outputs.iter().zip(gradients);
+    // Outputs without a gradient do not take part.
     let pairs = pairs.filter_map(|(t, g)| t.as_ref().filter(is_differentiable).zip(g.as_ref()));
     let (roots, given): (Vec<_>, Vec<_>) = pairs.unzip();
     let is_wanted = |t: &Option<Tensor>| t.as_ref().is_some_and(Tensor::requires_grad);
     let leaves: Vec<&Tensor> = aliases.iter().filter(|t| is_wanted(t)).flatten().collect();
     // `computed` are the gradients of `leaves`, in order; below, each input that requires none gets `None`.
+    let create_graph = true;
     let mut computed = match roots.is_empty() || leaves.is_empty() {
         true => vec![].into_iter(),
-        false => run(&roots, &given, &leaves, true)?.into_iter(),
+        false => run(&roots, &given, &leaves, create_graph)?.into_iter(),
     };
     Ok(aliases.iter().map(|t| if is_wanted(t) { computed.next().flatten() } else { None }).collect())
 }
 
-/// Returns a gradient for each of `leaves`. If `leaves` is empty, adds gradients to the `.grad` of all leaf tensors on
-/// which the roots depend.
+/// Returns a gradient for each of `leaves`, which can be differentiated again if `create_graph` is true. If `leaves` is
+/// empty, adds gradients to the `.grad` of all leaf tensors on which the roots depend.
 fn run(
     roots: &[&Tensor],
     gradients: &[&Tensor],
@@ -219,13 +223,15 @@ pub fn width(x: &Tensor) -> Result<i64> {
 pub struct Recording(c_int);
 
 impl Recording {
+    /// Turns recording on or off until the returned guard is dropped.
     pub fn set(on: bool) -> Self {
         // SAFETY: the function sets this thread's switch, and returns the old setting.
         Recording(unsafe { at_grad_set_enabled(on.into()) })
     }
 
+    /// True if autograd records operations on this thread.
     pub fn is_on() -> bool {
-        // The guard holds the old setting, and restores it when this line ends.
+        // The setting is read by changing it. The guard holds the old setting, and restores it when this line ends.
         Recording::set(false).0 == 1
     }
 }
@@ -239,7 +245,8 @@ impl Drop for Recording {
 
 /// Back-propagates `gradients` from `roots`, which need not be scalars.
 pub fn backward(roots: &[&Tensor], gradients: &[&Tensor]) -> Result<()> {
-    run(roots, gradients, &[], false).map(drop)
+    let create_graph = false;
+    run(roots, gradients, &[], create_graph).map(drop)
 }
 
 /// Back-propagates from one root.

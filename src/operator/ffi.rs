@@ -8,7 +8,7 @@ use std::ffi::{c_char, c_int, CStr, CString};
 use std::panic::AssertUnwindSafe;
 
 thread_local! {
-    /// The last error's text.
+    /// The text of this thread's last error.
     static LAST: RefCell<CString> = RefCell::default();
 }
 
@@ -61,6 +61,7 @@ pub struct Span<T> {
 }
 
 impl<T> Span<T> {
+    /// Lends an array, which must outlive the span's use.
     pub fn of(all: &[T]) -> Self {
         Span { data: all.as_ptr(), length: all.len() }
     }
@@ -70,6 +71,8 @@ impl<T> Span<T> {
         Span::of(all.leak())
     }
 
+    /// Returns the array.
+    ///
     /// # Safety
     /// The array lives for `'a`.
     pub unsafe fn get<'a>(&self) -> &'a [T] {

@@ -30,6 +30,7 @@ pub fn apply(function: impl Differentiable + 'static, inputs: &[&Tensor]) -> Res
     #[cfg(test)]
     super::register();
     let saves = function.saves_inputs();
+    // C++ holds one plain pointer, but a pointer to a trait object has two parts. So a second box holds the first.
     let function: Box<Box<dyn Differentiable>> = Box::new(Box::new(function));
     let inputs: Vec<Value> = inputs.iter().map(|t| (*t).into()).collect();
     let mut outputs: Vec<Tensor> = Vec::new();
@@ -59,16 +60,17 @@ unsafe extern "C" fn push(list: *mut c_void, t: *mut CTensor) {
 }
 
 extern "C" {
+    /// Makes an autograd node of the function, which saves the inputs if `saves` is true, and runs its forward pass.
     fn nfrs_function(function: *mut c_void, saves: bool, inputs: Span<Value>, outputs: *mut c_void, push: Push)
         -> bool;
 }
 
-/// Runs the function for C++ or, with `back`, its backward pass, which receives the gradients of the outputs. Appends
-/// the results to `made`.
+/// Runs the function for C++ or, if `is_backward` is true, its backward pass, which receives the gradients of the
+/// outputs. Passes each result to `push`, which appends it to the list `made`. Returns a code of [`status`].
 #[no_mangle]
 unsafe extern "C" fn nfrs_function_run(
     function: *mut c_void,
-    back: bool,
+    is_backward: bool,
     inputs: Span<Value>,
     gradients: Span<Value>,
     made: *mut c_void,
@@ -79,11 +81,11 @@ unsafe extern "C" fn nfrs_function_run(
         let (function, inputs, gradients) =
             unsafe { (&*function.cast::<Box<dyn Differentiable>>(), inputs.get(), gradients.get()) };
         let inputs = inputs.iter().map(Value::required).collect();
-        let all = match back {
+        let results = match is_backward {
             false => function.forward(inputs)?.into_iter().map(Some).collect(),
             true => function.backward(inputs, gradients.iter().map(Value::tensor).collect())?,
         };
-        for t in all {
+        for t in results {
             // SAFETY: C++'s list takes ownership of the tensor.
             unsafe { push(made, t.map_or(std::ptr::null_mut(), into_raw)) };
         }
@@ -91,6 +93,7 @@ unsafe extern "C" fn nfrs_function_run(
     })
 }
 
+/// Drops the function for C++.
 #[no_mangle]
 unsafe extern "C" fn nfrs_function_drop(function: *mut c_void) {
     let drop_function = || {

@@ -26,8 +26,8 @@ use tch::{Kind, Tensor};
 
 /// True if the operator has a formula to compare with, and the call at least one number to compare.
 pub fn is_possible(operator: &Operator, call: &Call) -> Result<bool> {
-    let (_, place) = Declared::new(operator)?.leader()?;
-    Ok(operator.formula.is_some() && call.all()[place].required().numel() > 0)
+    let (_, leader_place) = Declared::new(operator)?.leader()?;
+    Ok(operator.formula.is_some() && call.all()[leader_place].required().numel() > 0)
 }
 
 /// Compares the variants that a call needs with the formula, and records the verdict. Returns `None` if they are
@@ -37,21 +37,21 @@ pub fn prove(operator: &Operator, call: &Call, device: Device) -> Option<String>
     let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let (compared, launched) = verdict::launched(|| caught(|| tch::no_grad(|| compare(operator, call, device))));
     let unknown = verdict::unknown(&launched); // the variants that this proof judges
-    let (verdict, what) = match compared {
+    let (verdict, fault) = match compared {
         Ok(None) => (Verdict::Right, None),
-        Ok(Some(how)) => (Verdict::Wrong, Some(format!("disagrees with its formula ({how})"))),
+        Ok(Some(difference)) => (Verdict::Wrong, Some(format!("disagrees with its formula ({difference})"))),
         Err(e) => (Verdict::Off, Some(format!("could not be compared with its formula ({e})"))),
     };
     verdict::judge(&unknown, verdict);
     let names: Vec<String> = unknown.iter().map(|variant| variant.name()).collect();
-    what.map(|what| format!("{} {what}: {}", operator.name(), names.join("; ")))
+    fault.map(|fault| format!("{} {fault}: {}", operator.name(), names.join("; ")))
 }
 
 /// Returns how the results differ, or `None` if they agree; errors if they cannot be compared.
 fn compare(operator: &Operator, call: &Call, device: Device) -> Result<Option<String>> {
     for case in Case::ALL {
         let Some((given, arguments)) = arguments(operator, call, device, case)? else { continue };
-        // Both may write to their arguments, so each has its own copies.
+        // The kernel and the formula may write to their arguments, so each has its own copies.
         let (kernel, formula) = (copies(&arguments)?, wide(&copies(&arguments)?)?);
         let by_kernel = engine::call_by_name(operator.name(), &replaced(&given, &kernel), operator.outputs.len())?;
         let by_formula = call.with_values(&replaced(&given, &formula), |call| operator.formula_of(call))?;
@@ -60,16 +60,18 @@ fn compare(operator: &Operator, call: &Call, device: Device) -> Result<Option<St
         let outputs = outputs.filter_map(|((output, found), expected)| Some((output.name, found, expected.as_ref()?)));
         let declared = Declared::new(operator)?;
         let written = declared.table.iter().filter(|(argument, _)| is_written(argument));
-        let written = written.filter_map(|(a, at)| Some((a.name, kernel[*at].as_ref()?, formula[*at].as_ref()?)));
+        let written = written
+            .filter_map(|(argument, place)| Some((argument.name, kernel[*place].as_ref()?, formula[*place].as_ref()?)));
         for (name, found, expected) in outputs.chain(written).filter(|(_, found, _)| found.numel() > 0) {
-            if let Some(how) = difference(found, expected)? {
-                return Ok(Some(format!("{name} {how}")));
+            if let Some(description) = difference(found, expected)? {
+                return Ok(Some(format!("{name} {description}")));
             }
         }
     }
     Ok(None)
 }
 
+/// True if the operator changes the argument in place.
 fn is_written(argument: &Argument) -> bool {
     argument.is & WRITTEN != 0 || matches!(argument.reading, Reading::State)
 }
@@ -79,11 +81,12 @@ fn copies(all: &[Option<Tensor>]) -> Result<Tensors> {
     all.iter().map(|t| t.as_ref().map(|t| aligned_as(t, t.kind(), t.data_ptr().addr())).transpose()).collect()
 }
 
-/// Converts f32 tensors to f64. If there is a 16-bit tensor, all stay: then formulas round where kernels round.
+/// Returns the tensors, with f32 converted to f64. If one has 16 bits, all keep their types: then formulas round where
+/// kernels round.
 fn wide(all: &[Option<Tensor>]) -> Result<Tensors> {
-    let is_narrow = all.iter().flatten().any(|t| matches!(t.kind(), Kind::BFloat16 | Kind::Half));
+    let has_16_bits = all.iter().flatten().any(|t| matches!(t.kind(), Kind::BFloat16 | Kind::Half));
     let widened = |t: &Tensor| match t.kind() {
-        Kind::Float if !is_narrow => t.f_to_kind(Kind::Double),
+        Kind::Float if !has_16_bits => t.f_to_kind(Kind::Double),
         _ => t.f_view_as(t),
     };
     all.iter().map(|t| Ok(t.as_ref().map(widened).transpose()?)).collect()

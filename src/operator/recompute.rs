@@ -6,6 +6,7 @@ use super::function::{apply, Differentiable};
 use crate::error::{Error, Result};
 use tch::Tensor;
 
+/// The function that [`recomputed`] runs, as a node of autograd.
 struct CheckpointFn<F>(F);
 
 /// Runs `function` without recording its operations; the backward pass runs it again and differentiates that run.
@@ -27,7 +28,8 @@ impl<F: Fn(Vec<Tensor>, bool) -> Result<Vec<Tensor>>> Differentiable for Checkpo
     }
 
     fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
-        (self.0)(inputs, false)
+        let is_second_run = false;
+        (self.0)(inputs, is_second_run)
     }
 
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
@@ -37,7 +39,8 @@ impl<F: Fn(Vec<Tensor>, bool) -> Result<Vec<Tensor>>> Differentiable for Checkpo
         }
         let inputs: Vec<Tensor> = inputs.iter().map(|t| t.detach().set_requires_grad(t.requires_grad())).collect();
         let _recorded = Recording::set(true);
-        let outputs = (self.0)(inputs.iter().map(Tensor::shallow_clone).collect(), true)?;
+        let is_second_run = true;
+        let outputs = (self.0)(inputs.iter().map(Tensor::shallow_clone).collect(), is_second_run)?;
         // Outputs without a gradient do not take part.
         let pairs = outputs.iter().zip(&gradients).filter_map(|(t, g)| Some(t).zip(g.as_ref()));
         let (roots, given): (Vec<_>, Vec<_>) = pairs.unzip();

@@ -6,6 +6,7 @@ use super::ffi::{shim_error, Span};
 use crate::error::{Error, Result};
 use std::ffi::{c_char, c_void, CString};
 
+/// The struct `Argument` of declared.h, which describes the fields.
 #[repr(C)]
 struct ArgumentRow {
     name: *const c_char,
@@ -17,9 +18,11 @@ struct ArgumentRow {
 }
 
 impl ArgumentRow {
-    fn new(a: &Argument, place: usize) -> Self {
-        let [name, sizes] = [a.name, &a.sizes].map(kept);
-        ArgumentRow { name, sizes, place, kind: a.dtype as u8, is: a.is, reading: a.reading as u8 }
+    /// `place` is an argument's index in the schema; for an output, the table index of the argument that it is like.
+    fn new(argument: &Argument, place: usize) -> Self {
+        let [name, sizes] = [argument.name, &argument.sizes].map(kept);
+        let (kind, reading) = (argument.dtype as u8, argument.reading as u8);
+        ArgumentRow { name, sizes, place, kind, is: argument.is, reading }
     }
 }
 
@@ -27,8 +30,11 @@ impl ArgumentRow {
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Origin {
+    /// One of the constants below.
     kind: i32,
+    /// The index of the output or of the forward operator's argument.
     index: u32,
+    /// The argument is passed only if the gradient of this entry of `table` is wanted; -1 means always.
     only_for: i64,
 }
 
@@ -47,6 +53,7 @@ impl Origin {
     }
 }
 
+/// The struct `Op` of declared.h, which describes the fields.
 #[repr(C)]
 struct Op {
     rust: *const c_void,
@@ -71,7 +78,7 @@ struct Op {
     handle: *const c_void,
 }
 
-// The flags of an operator in declared.h.
+// These are an operator's flags in declared.h.
 const ON_CPU: u32 = 1;
 const ON_GPU: u32 = 2;
 const COMPOSED: u32 = 4;
@@ -102,6 +109,7 @@ pub(super) struct Formal<'a> {
 /// A declaration with its parsed schema.
 pub(super) struct Declared<'a> {
     operator: &'a Operator,
+    /// The schema's arguments, in order.
     pub formals: Vec<Formal<'a>>,
     /// The tensor arguments, with their indices in the schema; `lists` has those that are lists of tensors.
     pub table: Vec<(&'a Argument, usize)>,
@@ -131,13 +139,13 @@ impl<'a> Declared<'a> {
         // "*" separates keyword-only arguments; the text "" means that there are no arguments.
         let formals = arguments.split(", ").filter(|a| !["", "*"].contains(a)).map(formal).collect();
         let mut declared = Declared { operator, formals, table: vec![], lists: vec![] };
-        for a in &operator.arguments {
-            let place = declared.argument(a.name)?;
+        for argument in &operator.arguments {
+            let place = declared.argument(argument.name)?;
             match declared.formals[place].is_list {
-                // These are no tensors, so neither table has them.
-                _ if matches!(a.dtype, DtypeRule::Dtype | DtypeRule::Number | DtypeRule::Title) => (),
-                true => declared.lists.push((a, place)),
-                false => declared.table.push((a, place)),
+                // Arguments of these kinds are not tensors, so neither `table` nor `lists` has them.
+                _ if matches!(argument.dtype, DtypeRule::Dtype | DtypeRule::Number | DtypeRule::Title) => (),
+                true => declared.lists.push((argument, place)),
+                false => declared.table.push((argument, place)),
             }
         }
         if let Some(a) = declared.formals.iter().find(|a| a.is_tensor && declared.row(a.name).is_none()) {
@@ -152,12 +160,13 @@ impl<'a> Declared<'a> {
 
     /// Returns the leader, with which types and devices are compared, and its index in the schema.
     pub fn leader(&self) -> Result<(&'a Argument, usize)> {
-        let found = self.table.iter().find(|(argument, _)| argument.is & LEADER != 0);
-        found.map_or_else(|| self.wrong("has no leader"), |(argument, place)| Ok((*argument, *place)))
+        let leader = self.table.iter().find(|(argument, _)| argument.is & LEADER != 0);
+        leader.map_or_else(|| self.wrong("has no leader"), |(argument, place)| Ok((*argument, *place)))
     }
 
-    fn wrong<T>(&self, what: impl std::fmt::Display) -> Result<T> {
-        Err(Error::Torch(format!("{} {what}", self.operator.name())))
+    /// Returns an error whose text is the operator's name and `fault`.
+    fn wrong<T>(&self, fault: impl std::fmt::Display) -> Result<T> {
+        Err(Error::Torch(format!("{} {fault}", self.operator.name())))
     }
 
     /// Returns the index of an argument in the schema, if it has one.
@@ -165,9 +174,10 @@ impl<'a> Declared<'a> {
         self.formals.iter().position(|a| a.name == name)
     }
 
+    /// Returns the index of an argument in the schema, or an error if the schema lacks it.
     fn argument(&self, name: &str) -> Result<usize> {
-        let found = self.place(name);
-        found.map_or_else(|| self.wrong(format!("has no argument {name}")), Ok)
+        let place = self.place(name);
+        place.map_or_else(|| self.wrong(format!("has no argument {name}")), Ok)
     }
 
     /// Returns the index in `table` of a tensor argument.
@@ -182,42 +192,44 @@ impl<'a> Declared<'a> {
 
     /// Returns the index in the schema of the only argument of this kind, or -1 if there is none.
     fn only(&self, kind: DtypeRule) -> Result<i64> {
-        let found = self.operator.arguments.iter().find(|a| a.dtype == kind);
-        found.map_or(Ok(-1), |a| Ok(self.argument(a.name)? as i64))
+        let only = self.operator.arguments.iter().find(|argument| argument.dtype == kind);
+        only.map_or(Ok(-1), |argument| Ok(self.argument(argument.name)? as i64))
     }
 
     /// Returns the declaration in C++'s form, without the derivative.
     fn op(&self) -> Result<Op> {
-        let o = self.operator;
-        let leader = self.table.iter().position(|(a, _)| a.is & LEADER != 0);
+        let operator = self.operator;
+        let leader = self.table.iter().position(|(argument, _)| argument.is & LEADER != 0);
         let Some(leader) = leader else { return self.wrong("has no leader") };
-        let row = |(a, place): &(&Argument, usize)| ArgumentRow::new(a, *place);
-        let made = |a: &Argument| match a.like {
-            "" => Ok(ArgumentRow::new(a, leader)),
+        let row = |(argument, place): &(&Argument, usize)| ArgumentRow::new(argument, *place);
+        // An output that names no argument in `like` is like the leader.
+        let made = |output: &Argument| match output.like {
+            "" => Ok(ArgumentRow::new(output, leader)),
             like => match self.row(like) {
-                Some(place) => Ok(ArgumentRow::new(a, place)),
-                None => self.wrong(format!("has an output {} that is like no argument", a.name)),
+                Some(place) => Ok(ArgumentRow::new(output, place)),
+                None => self.wrong(format!("has an output {} that is like no argument", output.name)),
             },
         };
-        let numbers = o.arguments.iter().filter(|a| a.dtype == DtypeRule::Number);
+        let numbers = operator.arguments.iter().filter(|a| a.dtype == DtypeRule::Number);
         let numbers = numbers.map(|a| Ok(ArgumentRow::new(a, self.argument(a.name)?))).collect::<Result<Vec<_>>>()?;
         if numbers.len() > MOST_NUMBERS {
             return self.wrong(format!("has more than {MOST_NUMBERS} numbers that letters stand for"));
         }
         Ok(Op {
-            rust: std::ptr::from_ref(o).cast(),
-            name: kept(o.name()),
-            schema: kept(&o.schema),
+            rust: std::ptr::from_ref(operator).cast(),
+            name: kept(operator.name()),
+            schema: kept(&operator.schema),
             n_args: self.formals.len(),
             leader,
             dtype: self.only(DtypeRule::Dtype)?,
             title: self.only(DtypeRule::Title)?,
             p: self.place("p").map_or(-1, |p| p as i64),
-            is: flags(o),
+            is: flags(operator),
             table: Span::kept(self.table.iter().map(row).collect()),
-            made: Span::kept(o.outputs.iter().map(made).collect::<Result<_>>()?),
+            made: Span::kept(operator.outputs.iter().map(made).collect::<Result<_>>()?),
             lists: Span::kept(self.lists.iter().map(row).collect()),
             numbers: Span::kept(numbers),
+            // `connected` sets the fields of a derivative, and C++ sets `handle`.
             has_gradient: Span::kept(vec![]),
             plain: Span::kept(vec![]),
             saved: Span::kept(vec![]),
@@ -228,20 +240,20 @@ impl<'a> Declared<'a> {
         })
     }
 
-    /// Returns the declaration with its derivative, the operator `b`. Argument names decide the source of each argument
-    /// of `b`; output names decide whose gradient each output of `b` is.
-    fn connected(&self, b: &Declared) -> Result<Op> {
-        let (mut op, mut back) = (self.op()?, b.op()?);
+    /// Returns the declaration with its derivative, the operator `backward`. The names of its arguments decide the
+    /// source of each argument; the names of its outputs decide whose gradient each output is.
+    fn connected(&self, backward: &Declared) -> Result<Op> {
+        let (mut op, mut backward_op) = (self.op()?, backward.op()?);
         // The flags `has_gradient` are per output, `plain` and `is_kept` per argument; declared.h explains them (`Op`).
         let (mut sources, mut saved) = (vec![], vec![]);
         let mut has_gradient = vec![0; self.operator.outputs.len()];
         let mut plain: Vec<u8> = self.formals.iter().map(|a| u8::from(!a.is_tensor)).collect();
         // If the formula is differentiated for second derivatives, the node must keep all arguments.
         let mut is_kept = vec![self.operator.double_backward.is_none(); plain.len()];
-        for a in &b.formals {
-            let gradient = a.name.strip_prefix('d').and_then(|name| self.output(name));
+        for formal in &backward.formals {
+            let gradient_of = formal.name.strip_prefix('d').and_then(|name| self.output(name));
             // The argument is the gradient of output k, output k itself, or an argument of the forward operator.
-            let mut source = match (gradient, self.output(a.name)) {
+            let mut source = match (gradient_of, self.output(formal.name)) {
                 (Some(k), _) if self.operator.outputs[k].is & FIXED != 0 => Origin::of(NOTHING, 0),
                 (Some(k), _) => {
                     has_gradient[k] = 1;
@@ -252,63 +264,66 @@ impl<'a> Declared<'a> {
                     Origin::of(OUTPUT, k)
                 }
                 (None, None) => {
-                    let Ok(place) = self.argument(a.name) else {
-                        return b.wrong(format!("has an argument {} that the operator has not kept", a.name));
+                    let Ok(place) = self.argument(formal.name) else {
+                        return backward
+                            .wrong(format!("has an argument {} that the operator has not kept", formal.name));
                     };
-                    // `b` writes to its buffers, so the node keeps the buffer itself, without a version check.
-                    match a.is_written {
+                    // `backward` writes to its buffers, so the node keeps the buffer itself, without a version check.
+                    match formal.is_written {
                         true => plain[place] = 1,
                         false => is_kept[place] = true,
                     }
                     Origin::of(ARGUMENT, place)
                 }
             };
-            // An argument that `b` declares `like` another is passed only if that argument's gradient is wanted.
-            if let Some(only) = b.row(a.name).map(|i| b.table[i].0.like).filter(|like| !like.is_empty()) {
-                let Some(row) = self.row(only) else {
-                    return b.wrong(format!("has {} for {only}, which is none", a.name));
+            // An argument that `backward` declares `like` another is passed only if that argument's gradient is wanted.
+            let like = backward.row(formal.name).map(|row| backward.table[row].0.like);
+            if let Some(like) = like.filter(|like| !like.is_empty()) {
+                let Some(row) = self.row(like) else {
+                    return backward.wrong(format!("has {} for {like}, which is none", formal.name));
                 };
                 source.only_for = row as i64;
             }
             sources.push(source);
         }
-        for (a, place) in &self.table {
-            plain[*place] |= u8::from(a.is & PLAIN != 0);
-            if (is_kept[*place] || a.is & KEPT != 0) && plain[*place] == 0 {
+        for (argument, place) in &self.table {
+            plain[*place] |= u8::from(argument.is & PLAIN != 0);
+            if (is_kept[*place] || argument.is & KEPT != 0) && plain[*place] == 0 {
                 saved.push(Origin::of(ARGUMENT, *place));
             }
         }
-        let result = |a: &Argument| match a.name.strip_prefix('d').and_then(|name| self.row(name)) {
+        // The result is the index in `table` of the argument whose gradient the output is.
+        let result = |output: &Argument| match output.name.strip_prefix('d').and_then(|name| self.row(name)) {
             Some(row) => Ok(row),
-            None => b.wrong(format!("has an output {} that is no argument's gradient", a.name)),
+            None => backward.wrong(format!("has an output {} that is no argument's gradient", output.name)),
         };
-        back.sources = Span::kept(sources);
-        back.results = Span::kept(b.operator.outputs.iter().map(result).collect::<Result<_>>()?);
+        backward_op.sources = Span::kept(sources);
+        backward_op.results = Span::kept(backward.operator.outputs.iter().map(result).collect::<Result<_>>()?);
         op.has_gradient = Span::kept(has_gradient);
         op.plain = Span::kept(plain);
         op.saved = Span::kept(saved);
-        op.backward = Box::into_raw(Box::new(back));
+        op.backward = Box::into_raw(Box::new(backward_op));
         Ok(op)
     }
 }
 
 /// Returns the operator's flags as declared.h numbers them.
-fn flags(o: &Operator) -> u32 {
-    let kernels = match o.kernels {
+fn flags(operator: &Operator) -> u32 {
+    let kernels = match operator.kernels {
         Kernels::Everywhere => ON_CPU | ON_GPU,
         Kernels::Cpu => ON_CPU,
         Kernels::Gpu => ON_GPU,
         Kernels::Nowhere => 0,
         Kernels::Composition => ON_GPU | COMPOSITION,
     };
-    let has_formula = o.formula.is_some();
+    let has_formula = operator.formula.is_some();
     let more = [
         (has_formula, COMPOSED),
-        (o.has_own_gradient, RECORDED),
-        (has_formula && o.backward.is_some() && !o.is_looped, BATCHED),
-        (o.is_looped, LOOPED),
+        (operator.has_own_gradient, RECORDED),
+        (has_formula && operator.backward.is_some() && !operator.is_looped, BATCHED),
+        (operator.is_looped, LOOPED),
     ];
-    more.into_iter().filter(|(is, _)| *is).fold(kernels, |flags, (_, flag)| flags | flag)
+    more.into_iter().filter(|(is_set, _)| *is_set).fold(kernels, |flags, (_, flag)| flags | flag)
 }
 
 /// Registers an operator, and its backward operator, with PyTorch's dispatcher.
@@ -333,11 +348,13 @@ mod tests {
     use super::*;
     use crate::operator::declare::{gradient, leader, parameter, tensor};
 
+    /// Declares f(x, w, p) → (y, stats), with these requirements; the output y is like the argument `like`.
     fn forward(arguments: Vec<Argument>, like: &'static str) -> Operator {
         let outputs = [tensor("y", "*d", DtypeRule::Same).like(like), tensor("stats", "*1", DtypeRule::Computed)];
         Operator::new("f(Tensor x, Tensor? w=None, *, float p=0.5) -> (Tensor, Tensor)", arguments, outputs)
     }
 
+    /// Declares a backward operator of f, with these names of its last argument and its second output.
     fn backward(argument: &str, result: &'static str) -> Operator {
         let schema = format!("b(Tensor dy, Tensor x, Tensor stats, float {argument}) -> (Tensor, Tensor)");
         let arguments =

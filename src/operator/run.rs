@@ -30,7 +30,8 @@ const PLAN: c_int = 0;
 const KERNEL: c_int = 1;
 const FORMULA: c_int = 2;
 
-/// Runs a stage of a call for C++. `made` has room for the stage's results.
+/// Runs a stage of a call for C++. `made` has room for the results of a formula or gradient stage. Returns a code of
+/// [`status`] or [`status_of_plan`], or one of the codes above.
 #[no_mangle]
 unsafe extern "C" fn nfrs_run(operator: *const c_void, stage: c_int, call: &Call, made: *mut *mut CTensor) -> c_int {
     // SAFETY: C++ passes back the pointer to the operator that `register` gave it.
@@ -41,8 +42,8 @@ unsafe extern "C" fn nfrs_run(operator: *const c_void, stage: c_int, call: &Call
             operator.handle.inspect(|h| h.count_kernel());
             let Some(device) = call.device() else {
                 // The kernel is about to write the outputs, and large memory pages are faster to clear.
-                for made in call.all_outputs() {
-                    pages::ask_for_large(made.view.bytes());
+                for output in call.all_outputs() {
+                    pages::ask_for_large(output.view.bytes());
                 }
                 return status(|| operator.run_kernel(call));
             };
@@ -57,8 +58,9 @@ unsafe extern "C" fn nfrs_run(operator: *const c_void, stage: c_int, call: &Call
             }
         }
         _ => status(|| {
-            let all = if stage == FORMULA { operator.run_formula(call)? } else { operator.gradients_again(call)? };
-            for (i, t) in all.into_iter().enumerate() {
+            let results =
+                if stage == FORMULA { operator.run_formula(call)? } else { operator.gradients_again(call)? };
+            for (i, t) in results.into_iter().enumerate() {
                 // SAFETY: `made` has room for the stage's results.
                 unsafe { *made.add(i) = t.map_or(std::ptr::null_mut(), into_raw) };
             }
@@ -78,8 +80,8 @@ fn run_proven(operator: &Operator, call: &Call, device: Device) -> Result<Ran> {
         // If there is nothing to compare with, or if a CUDA graph is being captured, the kernels run without a proof.
         return verdict::launched(|| operator.run_kernel(call)).0.map(|()| Ran::Kernel);
     }
-    if let Some(wrong) = proof::prove(operator, call, device) {
-        return Ok(Ran::Refused(Some(wrong)));
+    if let Some(warning) = proof::prove(operator, call, device) {
+        return Ok(Ran::Refused(Some(warning)));
     }
     let (done, launched) = verdict::launched(|| operator.run_kernel(call));
     // A variant still without a verdict was launched now, but not by the proof: its result may be wrong.

@@ -12,10 +12,11 @@ static HANDLE: Handle = Handle::new("sinkhorn");
 /// Normalises matrices of logits (…, n, n) through the dispatcher: a softmax of each row plus ε, then columns and rows
 /// are divided by their sums + ε in turn, until the columns have been divided `iterations` times.
 pub fn sinkhorn(logits: &Tensor, iterations: i64, eps: f64) -> Result<Tensor> {
-    let [m] = HANDLE.call(&values![logits, iterations, eps])?;
-    Ok(m)
+    let [y] = HANDLE.call(&values![logits, iterations, eps])?;
+    Ok(y)
 }
 
+/// Declares sinkhorn, which has kernels only on the CPU, with its backward operator.
 pub(super) fn operator() -> Operator {
     Operator::new(
         "sinkhorn(Tensor logits, int iterations, float eps=1e-06) -> Tensor",
@@ -52,7 +53,7 @@ pub(super) fn operator() -> Operator {
     .counted(&HANDLE)
 }
 
-/// Errors unless there are 1 to [`MOST`] iterations and ε is above 0. `name` is the operator's.
+/// Errors unless there are 1 to [`MOST`] iterations and ε is above 0. `name` is the operator's name.
 fn check(name: &str, iterations: i64, eps: f64) -> Result<()> {
     if !(1..=MOST).contains(&iterations) {
         return Err(Error::invalid(format!("{name}: iterations must be from 1 to {MOST}, got {iterations}")));

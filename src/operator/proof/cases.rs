@@ -15,6 +15,7 @@ use crate::operator::declare::Operator;
 use crate::operator::register::Declared;
 use tch::{Kind, Tensor};
 
+/// A change to the actual call, before its kernels are compared with the formula.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Case {
     /// The call as it is.
@@ -33,7 +34,7 @@ pub enum Case {
     Before(i64),
     /// The variants `paper` and `release` are exchanged. One row out of this many is padding.
     Variant(i64),
-    /// A number in this column is NaN or infinite. Flat buffers have no columns; their scale is NaN.
+    /// A number in this column (−1 is the last) is NaN or infinite. Flat buffers have no columns; their scale is NaN.
     Spoilt(i64),
     /// There are few columns, and so many rows that slabs (the rows that a block sums) exceed their minimum size.
     Long,
@@ -133,9 +134,9 @@ fn makes_sense(case: Case, declared: &Declared, given: &[Value], has_state: bool
 
 /// Changes the call's numbers as the case requires.
 fn change_numbers(case: Case, declared: &Declared, given: &mut [Value]) {
-    let mut change = |name: &str, to: &dyn Fn(Value) -> Value| {
+    let mut change = |name: &str, new_value: &dyn Fn(Value) -> Value| {
         if let Some(place) = declared.place(name) {
-            given[place] = to(given[place]);
+            given[place] = new_value(given[place]);
         }
     };
     match case {
@@ -151,7 +152,7 @@ fn change_numbers(case: Case, declared: &Declared, given: &mut [Value]) {
 fn change_tensors(case: Case, declared: &Declared, x: &Tensor, given: &mut [Value]) -> Result<Vec<Tensor>> {
     let mut fabricated: Vec<(usize, Tensor)> = Vec::new();
     if let Some((_, place)) = mask_of(declared) {
-        // Marks every n-th row, from the first, as padding.
+        // Returns a mask that marks every n-th row, from the first, as padding.
         let every =
             |n: i64| -> Result<Tensor> { Ok(counted(&x.size()[..x.dim() - 1], x.device())?.f_remainder(n)?.f_eq(0)?) };
         match case {
@@ -184,6 +185,7 @@ fn change_tensors(case: Case, declared: &Declared, x: &Tensor, given: &mut [Valu
     Ok(fabricated.into_iter().map(|(_, tensor)| tensor).collect())
 }
 
+/// Returns the operator's mask and its index in the schema, if it has one: no other argument is a bool tensor.
 fn mask_of<'a>(declared: &Declared<'a>) -> Option<(&'a Argument, usize)> {
     declared.table.iter().copied().find(|(argument, _)| argument.dtype == DtypeRule::Bool)
 }

@@ -5,19 +5,20 @@ use tch::{Kind, Tensor};
 
 /// Returns a description if the results differ by more than rounding explains, otherwise `None`.
 pub fn difference(found: &Tensor, expected: &Tensor) -> Result<Option<String>> {
-    // Tolerances: relative to the number itself, relative to the largest number in its row, of the row's mean error
-    // relative to the row's mean size, and absolute.
-    let (of_number, of_row, of_mean, least) = match found.kind() {
+    // There are four tolerances. The first two are relative to the number itself and to the largest number in its row.
+    // The third limits a row's mean error, relative to the row's mean size. The last one is absolute.
+    let (of_number, of_row, of_mean, absolute) = match found.kind() {
         // GPU kernels compute in f32, even if a parameter and so its gradient is f64.
         Kind::Float | Kind::Double => (1e-4, 2e-5, 1e-5, 1e-30),
         Kind::BFloat16 => (2f64.powi(-7), 2f64.powi(-8), 2f64.powi(-10), 1e-30),
         Kind::Half => (2f64.powi(-10), 2f64.powi(-11), 2f64.powi(-13), 2f64.powi(-24)),
+        // Integers and bools must be equal.
         _ => (0.0, 0.0, 0.0, 0.5),
     };
-    let is_short = matches!(found.kind(), Kind::BFloat16 | Kind::Half);
+    let has_16_bits = matches!(found.kind(), Kind::BFloat16 | Kind::Half);
     // In rows of a few columns nearly everything may cancel, so the absolute tolerance is larger.
     let is_narrow = found.size().last().is_some_and(|columns| *columns < 16) && of_mean > 0.0;
-    let least = if is_narrow { 4.0 * of_mean } else { least };
+    let absolute = if is_narrow { 4.0 * of_mean } else { absolute };
     let found = found.f_to_kind(Kind::Double)?;
     let expected = expected.f_to_kind(Kind::Double)?.f_view(found.size().as_slice())?;
     // A scalar becomes a row of one number.
@@ -29,31 +30,31 @@ pub fn difference(found: &Tensor, expected: &Tensor) -> Result<Option<String>> {
     }
     let are_equal = found.f_eq_tensor(&expected)?.f_logical_or(&is_nan)?;
     // In 16 bits, at most 5 % of the numbers may be rounded differently from the formula's.
-    if is_short && !is_narrow && are_equal.numel() > 1000 {
+    if has_16_bits && !is_narrow && are_equal.numel() > 1000 {
         let share = 1.0 - are_equal.f_to_kind(Kind::Double)?.f_mean(Kind::Double)?.f_double_value(&[])?;
         if share > 0.05 {
             return Ok(Some(format!("differs in {:.0} % of its numbers", 100.0 * share)));
         }
     }
-    // `beyond` is each number's error divided by its tolerance; infinities and NaN that agree have no error.
-    let apart = found.f_sub(&expected)?.f_abs()?.f_masked_fill(&are_equal, 0.0)?;
+    // Infinities and NaN that agree have no error.
+    let errors = found.f_sub(&expected)?.f_abs()?.f_masked_fill(&are_equal, 0.0)?;
     let size = expected.f_abs()?.f_nan_to_num(0.0, 0.0, 0.0)?;
     let largest = size.f_amax([-1].as_slice(), true)?;
-    let allowed = size.f_mul_scalar(of_number)?.f_add(&largest.f_mul_scalar(of_row)?)?.f_add_scalar(least)?;
-    let beyond = apart.f_div(&allowed)?.f_view([-1].as_slice())?;
-    let worst = beyond.f_argmax(0, false)?.f_int64_value(&[])?;
-    let farthest = beyond.f_double_value(&[worst])?;
-    if farthest.is_nan() || farthest > 1.0 {
-        let at = |t: &Tensor| t.f_contiguous()?.f_view([-1].as_slice())?.f_double_value(&[worst]);
-        let (got, wanted) = (at(&found)?, at(&expected)?);
+    let allowed = size.f_mul_scalar(of_number)?.f_add(&largest.f_mul_scalar(of_row)?)?.f_add_scalar(absolute)?;
+    let relative_errors = errors.f_div(&allowed)?.f_view([-1].as_slice())?; // above 1: beyond the tolerance
+    let worst = relative_errors.f_argmax(0, false)?.f_int64_value(&[])?;
+    let largest_error = relative_errors.f_double_value(&[worst])?;
+    if largest_error.is_nan() || largest_error > 1.0 {
+        let worst_of = |t: &Tensor| t.f_contiguous()?.f_view([-1].as_slice())?.f_double_value(&[worst]);
+        let (got, wanted) = (worst_of(&found)?, worst_of(&expected)?);
         return Ok(Some(format!("{:?} is {got:e} at {worst}, expected {wanted:e}", found.size())));
     }
     // In 16 bits the mean error needs more columns: one number that is rounded differently changes a short row's mean.
-    let are_enough = found.size().last().is_some_and(|columns| *columns >= if is_short { 64 } else { 16 });
+    let are_enough = found.size().last().is_some_and(|columns| *columns >= if has_16_bits { 64 } else { 16 });
     if are_enough && of_mean > 0.0 {
         let mean = |t: &Tensor| t.f_mean_dim(-1, false, Kind::Double);
-        let allowed = mean(&size)?.f_mul_scalar(of_mean)?.f_add_scalar(least)?;
-        let beyond = mean(&apart)?.f_div(&allowed)?.f_max()?.f_double_value(&[])?;
+        let allowed = mean(&size)?.f_mul_scalar(of_mean)?.f_add_scalar(absolute)?;
+        let beyond = mean(&errors)?.f_div(&allowed)?.f_max()?.f_double_value(&[])?;
         if beyond > 1.0 {
             return Ok(Some(format!("has a row {beyond:.1} times farther away than rounding explains")));
         }

@@ -12,6 +12,7 @@ use crate::operator::engine;
 use crate::operator::register::Declared;
 use tch::{Kind, Tensor};
 
+/// A tensor for each argument in an operator's schema; `None` if the argument is absent or not a tensor.
 pub type Tensors = Vec<Option<Tensor>>;
 
 /// Returns the numbers 0, 1, 2, … in the shape `size`.
@@ -19,8 +20,8 @@ pub fn counted(size: &[i64], device: tch::Device) -> Result<Tensor> {
     Ok(Tensor::f_arange(size.iter().product::<i64>(), (Kind::Int64, device))?.f_view(size)?)
 }
 
-/// Returns the first columns only. Their number has the same remainder modulo [`WIDE`] as before: kernels use the
-/// remainder to choose how many numbers they read at once.
+/// Returns the first columns of `real`, the call's tensor. Their number has the same remainder modulo [`WIDE`] as
+/// before: kernels use the remainder to choose how many numbers they read at once.
 pub fn few_columns(argument: &Argument, real: &Tensor) -> Result<Tensor> {
     // A vector of any shape, such as PowerNorm's (1, d, 1, 1), is flattened first.
     let real = if argument.sizes == "=d" { real.f_reshape([-1].as_slice())? } else { real.f_view_as(real)? };
@@ -79,6 +80,7 @@ pub struct Maker {
     pub is_logits: bool,
     /// True if kernels must not read the first row.
     pub is_hidden: bool,
+    /// True if the operator is the backward operator of another.
     pub is_backward: bool,
     pub case: Case,
     /// The value for the operator's counters; `None` keeps the call's own values.
@@ -88,7 +90,7 @@ pub struct Maker {
 }
 
 impl Maker {
-    /// Creates a test tensor for each tensor in `given`.
+    /// Creates a test tensor for each tensor in `given`, the values of a call.
     pub fn all(&self, declared: &Declared, given: &[Value]) -> Result<Tensors> {
         let mut made: Tensors = given.iter().map(|_| None).collect();
         for (argument, place) in &declared.table {
@@ -114,11 +116,11 @@ impl Maker {
         let absent = Value::from(None::<f64>);
         let mut given = Vec::with_capacity(declared.formals.len());
         for (place, formal) in declared.formals.iter().enumerate() {
-            let argument = declared.table.iter().find(|(_, at)| *at == place).map(|(argument, _)| *argument);
+            let argument = declared.table.iter().find(|(_, index)| *index == place).map(|(argument, _)| *argument);
             // A norm can measure its rows or use given statistics; here it must measure them.
-            let is_made = forward.outputs.iter().any(|output| output.name == formal.name);
+            let is_output = forward.outputs.iter().any(|output| output.name == formal.name);
             let known =
-                backward.place(formal.name).map(|place| all[place]).filter(|value| !is_made && !value.is_none());
+                backward.place(formal.name).map(|place| all[place]).filter(|value| !is_output && !value.is_none());
             // The forward call gets the backward call's values. For arguments that the backward operator lacks, tensors
             // or numbers stand in.
             given.push(match (known, argument, formal.name) {
@@ -152,8 +154,7 @@ impl Maker {
                 }
                 (None, Some(k)) => aligned_as(&outputs[k], real.kind(), address)?,
                 (None, None) => {
-                    let at = declared.place(argument.name);
-                    let input = at.and_then(|at| inputs[at].as_ref());
+                    let input = declared.place(argument.name).and_then(|index| inputs[index].as_ref());
                     aligned_as(input.unwrap_or(&real), real.kind(), address)?
                 }
             });
@@ -161,7 +162,7 @@ impl Maker {
         Ok(made)
     }
 
-    /// Creates one test tensor in place of `real`.
+    /// Creates a test tensor in place of `real`, the call's argument at index `place`, with the alignment of `address`.
     fn tensor(&self, argument: &Argument, place: usize, real: &Tensor, address: usize) -> Result<Tensor> {
         let size = self.size(&argument.sizes, real);
         if !real.is_floating_point() {
@@ -213,6 +214,7 @@ impl Maker {
     /// Makes some rows corner cases. The squares of huge and tiny rows leave f32's range; but for column statistics
     /// they do not, because such statistics would be refused.
     fn extreme(&self, x: &Tensor, kind: Kind) -> Result<Tensor> {
+        // These are the factors of the huge and the tiny row.
         let (huge, tiny) = match (kind, self.has_state) {
             // If one row dominated a column's statistics, its exact gradient would be nearly 0, and only rounding
             // would be compared.
@@ -262,24 +264,24 @@ impl Maker {
     /// Returns the size of a test tensor: the call's size, but with the proof's own number of rows.
     fn size(&self, sizes: &str, real: &Tensor) -> Vec<i64> {
         let size = real.size();
-        // The last `k` sizes of the call's tensor.
-        let after = |k: usize| size[size.len().saturating_sub(k)..].iter().copied();
+        // Returns the last `k` sizes of the call's tensor.
+        let last_of = |k: usize| size[size.len().saturating_sub(k)..].iter().copied();
         match sizes {
             "=n" => vec![FLAT + real.numel() as i64 % 16],
             "*" if self.is_whole => {
                 std::iter::once((FLAT / size.last().copied().unwrap_or(1).max(1)).clamp(3, self.rows))
-                    .chain(after(1))
+                    .chain(last_of(1))
                     .collect()
             }
             // One dimension of rows replaces "*" or "n"; each further letter is a dimension that stays.
-            _ if sizes.starts_with(['*', 'n']) => std::iter::once(self.rows).chain(after(sizes.len() - 1)).collect(),
+            _ if sizes.starts_with(['*', 'n']) => std::iter::once(self.rows).chain(last_of(sizes.len() - 1)).collect(),
             _ => size,
         }
     }
 
-    /// Returns nearly normally distributed numbers, without using torch's generators: each is the sum of four uniform
-    /// numbers, shifted to mean 0 and scaled to variance 1. A uniform number is the fraction of a large multiple of a
-    /// sine, a hash of its index and `salt`.
+    /// Returns nearly normally distributed numbers in the type of `like`, without using torch's generators. Each is the
+    /// sum of four uniform numbers, shifted to mean 0 and scaled to variance 1. A uniform number is the fraction of a
+    /// large multiple of a sine, a hash of its index and `salt`.
     fn random(&self, size: &[i64], salt: usize, like: &Tensor, address: usize) -> Result<Tensor> {
         let count: i64 = size.iter().product();
         let index = Tensor::f_arange(count, (Kind::Double, like.device()))?;
@@ -297,7 +299,7 @@ impl Maker {
 /// Returns column statistics in the type of the backward operator's buffers, and a counter of 0.
 fn buffers(backward: &Declared, all: &[Value], like: &Tensor) -> Result<(Tensor, Tensor)> {
     let states = backward.table.iter().filter(|(argument, _)| matches!(argument.reading, Reading::State));
-    let kind = states.filter_map(|(_, at)| all[*at].tensor()).map(|t| t.kind()).find(|kind| *kind != Kind::Int64);
+    let kind = states.filter_map(|(_, place)| all[*place].tensor()).map(|t| t.kind()).find(|kind| *kind != Kind::Int64);
     let columns = like.size().last().copied().unwrap_or(1);
     let statistics = Tensor::f_ones([columns].as_slice(), (kind.unwrap_or(Kind::Float), like.device()))?;
     Ok((statistics, Tensor::f_zeros([1].as_slice(), (Kind::Int64, like.device()))?))
@@ -311,8 +313,8 @@ fn repeated(real: &Tensor, size: &[i64]) -> Result<Tensor> {
     Ok(all.f_index_select(0, &index)?)
 }
 
-/// Returns a copy with the alignment of `address`: equal modulo sixteen, on which the width of kernels' reads
-/// depends.
+/// Returns a copy of t in the type `kind`, at an address that is equal to `address` modulo sixteen. The width of
+/// kernels' reads depends on this remainder.
 pub fn aligned_as(t: &Tensor, kind: Kind, address: usize) -> Result<Tensor> {
     let offset = (address % 16 / kind.elt_size_in_bytes()) as i64;
     let count = t.numel() as i64;
