@@ -8,6 +8,7 @@ use tch::{Kind, Tensor};
 /// Allocates a workspace for the kernels of one call. The tensor may be dropped before the kernels run, because
 /// torch's allocator reuses its memory only for later work on the same stream.
 pub fn room(device: Device, sizes: &[i64], kind: Kind) -> Result<Tensor> {
+    // In tests, CPU tensors may stand in for the device's.
     let place = if cuda::stand_in() { tch::Device::Cpu } else { tch::Device::Cuda(device as usize) };
     Ok(Tensor::f_empty(sizes, (kind, place))?)
 }
@@ -46,16 +47,16 @@ pub fn columns(matrix: &View) -> Result<u32> {
     cols.map_err(|_| Error::Torch(format!("rows of {} numbers have no CUDA kernel", matrix.cols)))
 }
 
-/// Returns a grid with a thread for each of `count` chunks. If that exceeds the largest grid, each thread processes
-/// several chunks.
+/// Returns a grid with a thread for each of `count` chunks, the columns that a kernel accesses at a time. If that
+/// exceeds the largest grid, each thread processes several chunks.
 pub fn grid_of_chunks(count: i64) -> Grid {
     const THREADS: u32 = 256;
     let blocks = (count as u64).div_ceil(THREADS.into()).min(i32::MAX as u64) as u32;
     Grid { blocks, threads: THREADS }
 }
 
-/// Adds up the `blocks` rows of a workspace, which have `columns` numbers and are `stride` apart. Each output receives
-/// the totals of its own columns.
+/// Adds up the `blocks` rows of the workspace `partial`, which have `columns` numbers and are `stride` apart. Each
+/// output in `to` receives the totals of its own columns.
 pub fn sum_partials(
     device: Device,
     partial: *const u8,
@@ -63,12 +64,13 @@ pub fn sum_partials(
     [columns, stride]: [i64; 2],
     to: &[Output],
 ) -> Result<()> {
-    // No column belongs to the outputs that are not used, because they begin after the last one.
+    // The kernel takes a fixed number of outputs. An unused one begins after the last column, so it receives nothing.
     let mut outputs = [Output { to: std::ptr::null_mut(), first: i32::MAX, dtype: 0 }; OUTPUTS];
     outputs[..to.len()].copy_from_slice(to);
     // A block of eight warps processes 32 columns (sums.cu).
     let grid = Grid { blocks: (columns as u32).div_ceil(32), threads: 256 };
     let arguments = SumPartials { partial, blocks, columns: columns as i32, stride: stride as i32, outputs };
+    // The kernel has no variants, so it is compiled without options.
     // SAFETY: the outputs have `columns` numbers together, and so has each of the workspace's `blocks` rows, which are
     // `stride` apart.
     unsafe { cuda::launch(device, &SUMS, "", "sum_partials", grid, &arguments) }

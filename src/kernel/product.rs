@@ -84,10 +84,12 @@ pub fn add_product(c: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     if add_mixed(c, a, b) {
         return Ok(());
     }
-    let (mut c, a) = (c.shallow_clone(), a.f_transpose(0, 1)?);
-    let _ = match a.kind() == c.kind() {
-        true => c.f_addmm_(&a, b)?,
-        false => c.f_add_(&a.f_mm(b)?)?,
+    // In-place functions take a mutable handle; the shallow clone is another handle of c's memory.
+    let (mut c, a_t) = (c.shallow_clone(), a.f_transpose(0, 1)?);
+    // `addmm_` takes only matrices of one type.
+    let _ = match a_t.kind() == c.kind() {
+        true => c.f_addmm_(&a_t, b)?,
+        false => c.f_add_(&a_t.f_mm(b)?)?,
     };
     Ok(())
 }
@@ -97,25 +99,26 @@ pub fn add_product(c: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
 fn add_mixed(c: &Tensor, a: &Tensor, b: &Tensor) -> bool {
     let Some(product) = *MIXED else { return false };
     // True for a matrix on the CPU with contiguous rows, which do not overlap.
-    let in_rows = |t: &Tensor| match (&t.size()[..], &t.stride()[..]) {
+    let has_rows = |t: &Tensor| match (&t.size()[..], &t.stride()[..]) {
         (&[_, cols], &[row, 1]) => row >= cols && t.device() == Device::Cpu && has_memory(t),
         _ => false,
     };
-    let kinds = (c.kind(), a.kind(), b.kind()) == (Kind::Float, Kind::BFloat16, Kind::BFloat16);
-    if !kinds || ![c, a, b].into_iter().all(in_rows) || a.numel() == 0 || b.numel() == 0 {
+    let are_mixed = (c.kind(), a.kind(), b.kind()) == (Kind::Float, Kind::BFloat16, Kind::BFloat16);
+    if !are_mixed || ![c, a, b].into_iter().all(has_rows) || a.numel() == 0 || b.numel() == 0 {
         return false;
     }
     let (rows, m, n) = (a.size()[0], a.size()[1], b.size()[1]);
-    let numbers = [m, n, rows, a.stride()[0], b.stride()[0], c.stride()[0]].map(c_int::try_from);
-    // The shapes must match, and all sizes must fit MKL's 32-bit integers.
-    let (true, [Ok(m), Ok(n), Ok(k), Ok(lda), Ok(ldb), Ok(ldc)]) = (b.size()[0] == rows && c.size() == [m, n], numbers)
-    else {
+    let shapes_match = b.size()[0] == rows && c.size() == [m, n];
+    // All sizes must fit MKL's 32-bit integers.
+    let sizes = [m, n, rows, a.stride()[0], b.stride()[0], c.stride()[0]].map(c_int::try_from);
+    let (true, [Ok(m), Ok(n), Ok(k), Ok(lda), Ok(ldb), Ok(ldc)]) = (shapes_match, sizes) else {
         return false;
     };
     // SAFETY: a is (k, m), b (k, n) and c (m, n) with rows of the given strides, on the CPU; they outlive the call, and
     // the caller may write c's memory.
     unsafe {
         let (a, b, c) = (a.data_ptr().cast(), b.data_ptr().cast(), c.data_ptr().cast());
+        // With α = 1 and β = 1 the product is added to c.
         product(ROW_MAJOR, TRANSPOSED, PLAIN, m, n, k, 1.0, a, lda, b, ldb, 1.0, c, ldc);
     }
     true

@@ -8,8 +8,8 @@ use crate::multiversion;
 use std::ops::Range;
 use tch::Tensor;
 
-/// The number of rows that are added to a partial sum before this is added to the total. The rounding error of such a
-/// sum grows more slowly than that of one long sum.
+/// The number of rows that form a partial sum, which is then added to the total. This way the rounding error grows more
+/// slowly than in one long sum.
 const TOGETHER: usize = 64;
 
 /// Adds the rows of x (rows, n) to sum (n). Uses a CPU kernel if sum has the type in which x is accumulated (f64 for
@@ -21,12 +21,14 @@ pub fn add_rows(sum: &Tensor, x: &Tensor) -> Result<()> {
             by_dtype!(x, E => add_typed::<E>(&x, &to))
         }
         _ => {
+            // `f_add_` takes a mutable handle; the shallow clone is another handle of the same memory.
             let _ = sum.shallow_clone().f_add_(&x.f_sum_dim_intlist([0i64].as_slice(), false, sum.kind())?)?;
             Ok(())
         }
     }
 }
 
+/// Runs [`add_rows`] on the CPU for the storage type E of x; `to` is the sum.
 fn add_typed<E: Element>(x: &View, to: &View) -> Result<()> {
     let (mut sums, stride) = (memory::filled(E::Acc::ZERO, x.cols()), x.stride as usize);
     // SAFETY: the views are of tensors on the CPU that outlive this call. x is of E, and the sum of its computing
@@ -95,17 +97,16 @@ mod tests {
                     // The matrix consists of columns of a wider one, as gradients of q, k and v do.
                     let x =
                         Tensor::randn([rows, cols + 5], (Kind::Double, Device::Cpu)).to_kind(kind).narrow(1, 2, cols);
-                    let kept = if kind == Kind::Double { kind } else { Kind::Float };
-                    let sum = Tensor::randn([cols], (Kind::Double, Device::Cpu)).to_kind(kept);
+                    let sum = Tensor::randn([cols], (Kind::Double, Device::Cpu)).to_kind(accumulation(kind));
                     let exact = |t: &Tensor| t.to_kind(Kind::Double);
                     let wanted = exact(&sum) + exact(&x).sum_dim_intlist([0i64].as_slice(), false, Kind::Double);
                     add_rows(&sum, &x).unwrap();
                     let largest = wanted.abs().max().double_value(&[]).max(1.0);
-                    let off = (exact(&sum) - wanted).abs().max().double_value(&[]);
+                    let error = (exact(&sum) - wanted).abs().max().double_value(&[]);
                     let unit = if kind == Kind::Double { f64::EPSILON } else { f32::EPSILON as f64 };
                     // Sums of 64 rows, and the sums of these, are off by a few units in the last place of the largest
                     // result.
-                    assert!(off < 4.0 * unit * largest, "{level:?} {kind:?} {rows} {cols}: {off}");
+                    assert!(error < 4.0 * unit * largest, "{level:?} {kind:?} {rows} {cols}: {error}");
                 }
             }
         }

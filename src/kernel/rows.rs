@@ -56,7 +56,8 @@ pub trait RowNorm: Copy + Send + Sync + 'static {
     /// Returns the shift and the scale of a row whose squares (or sum) overflow or underflow.
     fn measure_scaled<A: Accumulator>(x: &[A], eps: A) -> Measured<A>;
 
-    /// Returns the coefficients of dx, from the sums over the `cols` columns: Σg (only if STATS is 2) and Σg⊙x̂.
+    /// Returns the coefficients of dx, from the row's shift and scale and the sums over its `cols` columns: Σg (only if
+    /// STATS is 2) and Σg⊙x̂.
     fn gradient<A: Accumulator>(row: Measured<A>, eps: A, cols: A, sum_g: A, sum_gx: A) -> RowGradient<A>;
 }
 
@@ -69,6 +70,7 @@ pub trait CurveNorm: 'static {
 /// The sums over a row.
 #[derive(Clone, Copy, Debug)]
 pub struct Sums<A> {
+    /// The number of columns.
     pub cols: A,
     /// A guess of the mean. It is subtracted so that the squares lose no digits to cancellation; zero if STATS < 2.
     pub about: A,
@@ -96,15 +98,18 @@ pub struct RowGradient<A> {
 /// A [`RowNorm`] or a [`CurveNorm`] as function pointers, so that kernels are not compiled for each norm.
 #[derive(Clone, Copy)]
 pub struct RowNormFns<A> {
+    /// The number of values kept per row, [`RowNorm::STATS`].
     pub stats: usize,
-    /// The curve, for a [`CurveNorm`]; its other functions are not called.
+    /// The curve of a [`CurveNorm`], whose functions below are not called.
     pub curve: Option<Curve<A>>,
+    // The functions of `RowNorm`.
     measure: fn(&Sums<A>, A) -> Option<Measured<A>>,
     measure_scaled: fn(&[A], A) -> Measured<A>,
     gradient: fn(Measured<A>, A, A, A, A) -> RowGradient<A>,
 }
 
 impl<A: Accumulator> RowNormFns<A> {
+    /// Returns the functions of a norm.
     pub const fn of<N: RowNorm>() -> Self {
         RowNormFns {
             stats: N::STATS,
@@ -115,6 +120,7 @@ impl<A: Accumulator> RowNormFns<A> {
         }
     }
 
+    /// Returns the functions of a curve.
     pub const fn of_curve<N: CurveNorm>() -> Self {
         RowNormFns { curve: Some(Curve::of::<N>()), ..RowNormFns::of::<NoNorm>() }
     }
@@ -128,10 +134,12 @@ pub struct RowNormKernel {
 }
 
 impl RowNormKernel {
+    /// Returns the kernels of a norm with this CUDA program.
     pub const fn of<N: RowNorm>(program: Program) -> Self {
         RowNormKernel { single: RowNormFns::of::<N>(), double: RowNormFns::of::<N>(), program }
     }
 
+    /// Returns the kernels of a curve with this CUDA program.
     pub const fn of_curve<N: CurveNorm>(program: Program) -> Self {
         RowNormKernel { single: RowNormFns::of_curve::<N>(), double: RowNormFns::of_curve::<N>(), program }
     }
@@ -143,6 +151,7 @@ impl RowNormKernel {
 
     /// Returns the functions for the computing type A.
     pub fn get<A: Accumulator>(&self) -> &RowNormFns<A> {
+        // A is f32 or f64, so one of the two casts succeeds.
         let single = (&self.single as &dyn Any).downcast_ref();
         single.or_else(|| (&self.double as &dyn Any).downcast_ref()).expect("A is f32 or f64")
     }
@@ -191,6 +200,7 @@ multiversion! {
                 row.keep(norm.stats, r, stats);
             }
             let y = group.rows_mut(g, y, &mut spare_out);
+            // Without a second statistic all shifts are zero, and need not be subtracted.
             if norm.stats < 2 {
                 normalise::<S, E, E, false>(x, measured, &weight, &bias, y, store);
             } else {
@@ -227,9 +237,11 @@ multiversion! {
 }
 
 impl<A: Accumulator> Measured<A> {
+    /// The shift and the scale of x̂ = x.
     pub const NONE: Self = Measured { shift: A::ZERO, scale: A::ONE };
 
-    /// Writes the `count` values of row `r` that the backward pass needs.
+    /// Writes the values of row `r` that the backward pass needs: none, the scale, or the shift and the scale, by
+    /// `count`.
     #[inline(always)]
     pub fn keep(self, count: usize, r: usize, stats: &mut [A]) {
         match count {
@@ -239,7 +251,7 @@ impl<A: Accumulator> Measured<A> {
         }
     }
 
-    /// Reads the values that [`keep`](Self::keep) wrote for a group of rows.
+    /// Reads the values that [`keep`](Self::keep) wrote for a group of rows, `count` per row.
     #[inline(always)]
     pub fn restore(count: usize, rows: std::ops::Range<usize>, stats: &[A]) -> [Self; GROUP] {
         let mut group = [Self::NONE; GROUP];
@@ -255,6 +267,7 @@ impl<A: Accumulator> Measured<A> {
 }
 
 impl<A: Accumulator> RowGradient<A> {
+    /// The coefficients of dx = g.
     pub const NONE: Self = RowGradient { p: A::ONE, q: A::ZERO, r: A::ZERO };
 }
 

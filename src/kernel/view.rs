@@ -18,10 +18,12 @@ pub struct View {
 }
 
 impl View {
+    /// The view of a tensor that is not there.
     pub const ABSENT: View = View { data: std::ptr::null_mut(), rows: 0, cols: 0, stride: 0, dtype: -1 };
 
     /// Returns the view of a matrix on the CPU with contiguous rows; `None` for other tensors or unsupported types.
     pub fn of(t: &Tensor) -> Option<View> {
+        // The codes of `by_dtype!`, and 4 for int64.
         let dtype = match t.kind() {
             Kind::Float => 0,
             Kind::Double => 1,
@@ -32,9 +34,9 @@ impl View {
         };
         let (&[rows, cols], &[stride, step]) = (&t.size()[..], &t.stride()[..]) else { return None };
         // The stride of a dimension of one element or none does not matter.
-        let in_rows = (step == 1 || cols <= 1) && (stride >= cols || rows <= 1);
-        let is_there = t.device() == Device::Cpu && in_rows && has_memory(t);
-        is_there.then(|| View { data: t.data_ptr().cast(), rows, cols, stride, dtype })
+        let has_contiguous_rows = (step == 1 || cols <= 1) && (stride >= cols || rows <= 1);
+        let is_readable = t.device() == Device::Cpu && has_contiguous_rows && has_memory(t);
+        is_readable.then(|| View { data: t.data_ptr().cast(), rows, cols, stride, dtype })
     }
 
     /// Returns the view of a contiguous tensor on the CPU as rows of `cols` numbers. Errors unless it is of the given type
@@ -73,9 +75,9 @@ impl View {
 
     /// Returns the bytes from the matrix's first number to its last; an empty slice if the tensor is absent.
     pub fn bytes(&self) -> *const [u8] {
-        // The bytes of a number, by dtype code.
-        let each = [4, 8, 2, 2, 8, 1].get(self.dtype as usize).copied().unwrap_or(0);
-        std::ptr::slice_from_raw_parts(self.data, self.len() * each)
+        // The index is the dtype's code; the code −1 of an absent tensor is no index.
+        let bytes_per_number = [4, 8, 2, 2, 8, 1].get(self.dtype as usize).copied().unwrap_or(0);
+        std::ptr::slice_from_raw_parts(self.data, self.len() * bytes_per_number)
     }
 
     /// Returns the numbers from the first to the last, including the gaps between rows; empty if the tensor is absent.

@@ -31,7 +31,7 @@ pub fn write_columns<A: Accumulator>(sums: &[A], to: &mut [A]) {
     }
 }
 
-/// Returns a copy of the sums per column, padded with zeros to whole blocks.
+/// Returns a copy of the sums per column, padded with zeros to whole blocks; zeros if `sums` is empty.
 pub fn start<A: Accumulator>(sums: &[A], cols: usize) -> Aligned<A> {
     Aligned::filled_up(sums, cols.next_multiple_of(PAIR_LANES), A::ZERO)
 }
@@ -47,10 +47,12 @@ pub struct Group {
 }
 
 impl Group {
+    /// Divides a matrix of `rows` rows into groups of the size that suits the instruction set.
     pub fn new<S: Isa>(rows: usize, cols: usize) -> Self {
         Group { rows, cols, size: S::ROWS }
     }
 
+    /// Returns the number of rows in a group.
     #[inline(always)]
     pub fn size(&self) -> usize {
         self.size
@@ -60,6 +62,7 @@ impl Group {
         self.cols
     }
 
+    /// Returns the number of groups.
     #[inline(always)]
     pub fn count(&self) -> usize {
         self.rows.div_ceil(self.size)
@@ -94,7 +97,7 @@ impl Group {
         }
         let Range { start, end } = self.range(g);
         let rows = &all[start * self.cols..end * self.cols];
-        // All rows are spare or empty until the real ones replace them.
+        // All rows of the group are spare (or empty, if beyond its size) until the real ones replace them.
         let mut group = rows!(r => if r < self.size { spare } else { &[][..] });
         for (to, row) in group.iter_mut().zip(rows.chunks_exact(self.cols)) {
             *to = row;
@@ -112,6 +115,7 @@ impl Group {
         let Range { start, end } = self.range(g);
         let rows = all[start * self.cols..end * self.cols].chunks_exact_mut(self.cols);
         let mut rows = rows.chain(spare.chunks_exact_mut(self.cols));
+        // The real rows come first, then the spare ones that fill up the group.
         from_fn(|r| match r < self.size {
             true => rows.next().expect("spare rows make up a group"),
             false => &mut [],
@@ -156,6 +160,7 @@ fn count(cols: usize, part: usize) -> usize {
 }
 
 impl<'a, E: Copy + Default> Blocks<'a, E> {
+    /// Wraps the rows of a group.
     #[inline(always)]
     pub fn of(rows: [&'a [E]; GROUP]) -> Self {
         Blocks { rows, rest: None }
@@ -167,6 +172,7 @@ impl<'a, E: Copy + Default> Blocks<'a, E> {
         if part == 0 || n == 0 {
             return rows!(r => &self.rows[r].as_chunks().0[..if r < S::ROWS { n } else { 0 }]);
         }
+        // Part 1 is one block per row, padded with zeros.
         let rest = self.rest.insert([[E::default(); PAIR_LANES]; GROUP]);
         each_row!(S, r => {
             let tail = self.rows[r].as_chunks::<PAIR_LANES>().1;
@@ -192,8 +198,10 @@ pub struct BlocksMut<'a, E> {
 }
 
 impl<'a, E: Element> BlocksMut<'a, E> {
+    /// Wraps the rows of a group for writing.
     #[inline(always)]
     pub fn of(rows: [&'a mut [E]; GROUP]) -> Self {
+        // Each of the four rows is split into its whole blocks, .0, and its tail, .1.
         let [a, b, c, d] = rows;
         let (a, b) = (a.as_chunks_mut::<PAIR_LANES>(), b.as_chunks_mut::<PAIR_LANES>());
         let (c, d) = (c.as_chunks_mut::<PAIR_LANES>(), d.as_chunks_mut::<PAIR_LANES>());
@@ -208,6 +216,7 @@ impl<'a, E: Element> BlocksMut<'a, E> {
         if part == 0 || n == 0 {
             return [&mut a[..counts[0]], &mut b[..counts[1]], &mut c[..counts[2]], &mut d[..counts[3]]];
         }
+        // Part 1 is one padded block per row.
         let [a, b, c, d] = self.rest.insert([[E::default(); PAIR_LANES]; GROUP]);
         let [a, b, c, d] = [from_mut(a), from_mut(b), from_mut(c), from_mut(d)];
         [&mut a[..counts[0]], &mut b[..counts[1]], &mut c[..counts[2]], &mut d[..counts[3]]]

@@ -10,7 +10,8 @@ use crate::error::Result;
 use crate::kernel::dropout::Draw;
 use crate::kernel::view::{by_dtype, View};
 
-/// The views of a residual step and of the norm after it. For a norm without a step, x⁺ is x, and f is absent.
+/// The views of a residual step x⁺ = α⊙x + β⊙drop(f) and of the norm after it, y = N(x⁺). For a norm without a step,
+/// x⁺ is x, and f is absent.
 #[derive(Clone, Copy)]
 pub struct RowViews {
     pub x: View,
@@ -23,10 +24,12 @@ pub struct RowViews {
     pub numbers: [View; NUMBERS],
     pub x_plus: View,
     pub y: View,
+    /// The numbers per row that the backward pass needs.
     pub stats: View,
     pub eps: f64,
     /// The order p of the ℓ_p length; `None` if it is 2.
     pub order: Option<f64>,
+    /// The step's dropout of f.
     pub draw: Draw,
 }
 
@@ -99,6 +102,7 @@ pub fn backward(device: Option<Device>, kernel: &'static RowNormKernel, v: &RowV
     }
 }
 
+/// Runs [`forward`] on the CPU for the storage type E of x.
 fn forward_typed<E: Element>(norm: &RowNormFns<E::Acc>, v: &RowViews) -> Result<()> {
     let (rows, cols) = (v.x.rows(), v.x.cols());
     // SAFETY: C++ gave contiguous tensors of E (parameters and statistics in its accumulation type); y and stats are
@@ -125,6 +129,7 @@ fn forward_typed<E: Element>(norm: &RowNormFns<E::Acc>, v: &RowViews) -> Result<
     Ok(())
 }
 
+/// Runs [`backward`] on the CPU for the storage type E of x.
 fn backward_typed<E: Element>(norm: &RowNormFns<E::Acc>, v: &RowViews, g: &RowGradients) -> Result<()> {
     let (rows, cols) = (v.x.rows(), v.x.cols());
     // SAFETY: see `forward_typed`; dx, dweight and dbias are fresh.

@@ -28,12 +28,14 @@ pub struct Curve<A> {
 }
 
 impl<A: Accumulator> Curve<A> {
+    /// Returns the functions of a curve.
     pub const fn of<N: CurveNorm>() -> Self {
         Curve { values: values::<A, N>, slopes: slopes::<A, N> }
     }
 }
 
 multiversion! {
+    /// Replaces each z by f(z).
     fn values[isa S][A: Accumulator, N: CurveNorm](z: &mut [A]) {
         for z in z.iter_mut() {
             *z = N::at::<A, S>(*z).0;
@@ -42,6 +44,7 @@ multiversion! {
 }
 
 multiversion! {
+    /// Replaces each z by f(z), and writes f′(z) to `slopes`.
     fn slopes[isa S][A: Accumulator, N: CurveNorm](z: &mut [A], slopes: &mut [A]) {
         for (z, slope) in z.iter_mut().zip(slopes) {
             (*z, *slope) = N::at::<A, S>(*z);
@@ -110,6 +113,7 @@ pub struct Bend<'a, A> {
 }
 
 impl<'a, A: Accumulator> Bend<'a, A> {
+    /// Takes the curve, its (scale, shift), and the width of its rows.
     pub fn new(curve: &'a Curve<A>, numbers: [A; NUMBERS], cols: usize) -> Self {
         Bend { curve, numbers, cols, affines: Aligned::new(GROUP * cols) }
     }
@@ -127,6 +131,7 @@ impl<'a, A: Accumulator> Bend<'a, A> {
     ) {
         self.compute_affines::<S, X>(x);
         (self.curve.values)(&mut self.affines[..count * self.cols]);
+        // f(z) is x̂ already, so the shift is 0 and the scale 1.
         normalise::<S, A, Y, false>(
             split_ref(&self.affines, self.cols),
             [Measured::NONE; GROUP],
@@ -163,6 +168,7 @@ impl<'a, A: Accumulator> Bend<'a, A> {
 /// A curve for the backward pass, and the sums of its gradients over rows.
 pub struct BendBack<'a, A> {
     bend: Bend<'a, A>,
+    /// A buffer for f′(z) of a group of rows.
     slopes: Aligned<A>,
     weight: Aligned<A>,
     dweight: Aligned<A>,
@@ -217,6 +223,7 @@ impl<'a, A: Accumulator> BendBack<'a, A> {
         let mut affines = Blocks::of(split_ref(&self.bend.affines, cols));
         let mut slopes = Blocks::of(split_ref(&self.slopes, cols));
         let (mut sum_u, mut sum_ux) = ([[Of::<A, S>::zero(); 2]; GROUP], [[Of::<A, S>::zero(); 2]; GROUP]);
+        // The number of blocks in the parts before this one, and the distance at which rows are prefetched.
         let (mut done, ahead) = (0, GROUP * cols);
         for part in 0..PARTS {
             let n = x.len(part);
@@ -278,9 +285,10 @@ pub(crate) mod tests {
     use crate::cpu::simd::{force, Level};
     use half::{bf16, f16};
 
+    /// A curve's formula: returns (f(z), f′(z)).
     type Exact = fn(f64) -> (f64, f64);
 
-    /// Checks a curve against its formula (f, f′) for every type, width, kind of weight and instruction set.
+    /// Checks a curve against its formula for every type, width, kind of weight and instruction set.
     pub fn check<N: CurveNorm>(exact: Exact) {
         for level in Level::ALL {
             force(Some(level));
@@ -296,9 +304,11 @@ pub(crate) mod tests {
         check_splitting::<N>();
     }
 
+    /// Checks rows of `cols` numbers of type E, with each kind of weight and of learned scalars.
     fn check_type<N: CurveNorm, E: Tested>(exact: Exact, cols: usize) {
         let seed = cols as u64;
-        // Some rows lie near 0, where the curve bends, others where it is flat. Seven rows do not fill the last group.
+        // Each row's numbers have a scale and a mean. Some rows lie near 0, where the curve bends, others where it is
+        // flat. Seven rows do not fill the last group.
         let kinds = [(1.0, 0.0), (1.0, 0.5), (0.0, 0.0), (100.0, 0.0), (1e-4, 0.0), (3.0, 1.0), (E::HUGE, 0.0)];
         let x: Vec<E> = (0..).zip(kinds).flat_map(|(k, (s, m))| numbers::<E>(cols, seed + k, s, m)).collect();
         let dy = numbers::<E>(x.len(), seed + 100, 1.0, 0.1);
@@ -310,6 +320,7 @@ pub(crate) mod tests {
         }
     }
 
+    /// Returns the value of column i: `values` has one per column, one for all, or none (`absent`).
     fn at(values: &[f64], i: usize, absent: f64) -> f64 {
         if values.len() == 1 {
             values[0]
@@ -318,6 +329,7 @@ pub(crate) mod tests {
         }
     }
 
+    /// Compares y and all gradients with the formula; `learned` is the curve's (scale, shift).
     fn check_rows<N: CurveNorm, E: Tested>(
         exact: Exact,
         cols: usize,
@@ -335,7 +347,8 @@ pub(crate) mod tests {
         let unit = 8.0 * E::UNIT_ACC;
         let [weight, bias] = [w, b].map(|v| v.iter().map(|v| v.to_f64()).collect::<Vec<_>>());
         let [mut want_dw, mut want_db, mut want_dn] = [w.len(), b.len(), NUMBERS].map(|len| vec![1.0; len]);
-        let (mut sum_error, last) = (unit, |sums: &[f64]| sums.len().saturating_sub(1));
+        // The bound on the rounding error of the sums over rows, which grows with each term.
+        let mut sum_error = unit;
         for i in 0..x.len() {
             let (x, dy, w) = (x[i].value(), dy[i].value(), at(&weight, i % cols, 1.0));
             let z = learned[0] * x + learned[1];
@@ -351,7 +364,8 @@ pub(crate) mod tests {
             want_dn[0] += u * x;
             want_dn[1] += u;
             for (sums, term) in [(&mut want_dw, dy * hat), (&mut want_db, dy)] {
-                let place = last(sums).min(i % cols);
+                // A gain has one sum for all columns.
+                let place = sums.len().saturating_sub(1).min(i % cols);
                 if let Some(sum) = sums.get_mut(place) {
                     *sum += term;
                 }

@@ -84,8 +84,8 @@ fn kind(parameter: &View) -> i32 {
     }
 }
 
-/// Returns the layout, the compiler options that select the kernel's variant, and the number of chunks per row. `types`
-/// are the dtypes of x, f and y; `views` are all matrices that the kernel accesses.
+/// Returns the layout, the compiler options that select the kernel's variant (`backward` chooses the pass), and the
+/// number of chunks per row. `types` are the dtypes of x, f and y; `views` are all matrices that the kernel accesses.
 fn variant(r: &RowViews, backward: bool, types: [i32; 3], views: &[&View]) -> Result<(Layout, String, i32)> {
     let cols = columns(&r.x_plus)?;
     // The bytes of the narrowest type; dtype 0 is f32, and the others have 16 bits.
@@ -96,8 +96,8 @@ fn variant(r: &RowViews, backward: bool, types: [i32; 3], views: &[&View]) -> Re
     let order = r.order.map_or(String::new(), |p| format!(" -DK_ORDER={:?}f", if p.is_infinite() { 0.0 } else { p }));
     let [x, f, y] = types.map(type_name);
     // The norm's weight and bias have one type, because C++ converts them to one.
-    let of_norm = [&r.weight, &r.bias].into_iter().find(|v| !v.is_absent());
-    let p = type_name(of_norm.map_or(0, |v| v.dtype))?;
+    let norm_parameter = [&r.weight, &r.bias].into_iter().find(|v| !v.is_absent());
+    let p = type_name(norm_parameter.map_or(0, |v| v.dtype))?;
     let [alpha, beta, weight, bias] = parameters.map(kind);
     let step = i32::from(!r.f.is_absent());
     let options = format!(
@@ -117,6 +117,7 @@ pub fn forward(device: Device, program: &'static Program, r: &RowViews) -> Resul
     if r.x.rows == 0 || r.x.cols == 0 {
         return Ok(());
     }
+    // An absent f or y counts as of x's type, so that it adds no variant.
     let x = r.x.dtype;
     let types = [x, if r.f.is_absent() { x } else { r.f.dtype }, if r.y.is_absent() { x } else { r.y.dtype }];
     let (layout, options, chunks) = variant(r, false, types, &[&r.x, &r.f, &r.x_plus, &r.y])?;
@@ -142,7 +143,7 @@ pub fn forward(device: Device, program: &'static Program, r: &RowViews) -> Resul
     unsafe { cuda::launch(device, program, &options, "rows_forward", grid, &arguments) }
 }
 
-/// Returns the number of blocks that sum over this many rows.
+/// Returns the number of blocks that sum over this many rows, at most one per row.
 fn sum_blocks(device: Device, rows: i64) -> i64 {
     let most = Layout::most_blocks(cuda::multiprocessors(device).unwrap_or(1));
     rows.min(most.into()).max(1)
@@ -175,7 +176,8 @@ pub fn backward(device: Device, program: &'static Program, r: &RowViews, g: &Row
     let sums = workspace.as_ref().map_or(std::ptr::null_mut(), |room| room.data_ptr().cast::<f32>());
     // Without columns no block runs, and `sum_partials` writes zeros.
     let grid = layout.grid(if chunks > 0 { r.x_plus.rows as u64 } else { 0 }, most);
-    // For each gradient, `partial` is its place in the workspace's first row, and `first` is its first column.
+    // For each of the four parameters and the curve's numbers, `partial` is its gradient's place in the workspace's
+    // first row (null if not wanted). `first` is the first column of the next gradient.
     let (mut partial, mut outputs, mut first) = ([std::ptr::null_mut(); 4 + NUMBERS], Vec::new(), 0);
     for k in order {
         // SAFETY: the workspace has a column for each number of each sum.

@@ -99,6 +99,7 @@ fn squares<S: Isa, E: Element>(x: [&[E]; GROUP]) -> [E::Acc; GROUP] {
 /// + cols/128) bits are lost.
 #[inline(always)]
 fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>; GROUP] {
+    // The number of columns whose mean is the guess.
     const FIRST: usize = 128;
     let cols_usize = x[0].len();
     let mut x = Blocks::of(x);
@@ -114,7 +115,8 @@ fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>;
         });
     }
     // A row that is shorter than one block is padded with zeros, which must not count.
-    let share = E::Acc::ONE / E::Acc::from_f64((n * PAIR_LANES).min(cols_usize) as f64);
+    let guess_columns = (n * PAIR_LANES).min(cols_usize);
+    let share = E::Acc::ONE / E::Acc::from_f64(guess_columns as f64);
     let about = rows!(r => sums[r][0].add(sums[r][1]).sum() * share);
     let shift = rows!(r => Of::<E::Acc, S>::splat(about[r]));
 
@@ -133,6 +135,7 @@ fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>;
                 fetch(&x[r][b], ahead);
                 let [low, high] = Of::<E::Acc, S>::pair(&x[r][b]);
                 let (mut low, mut high) = (low.sub(shift[r]), high.sub(shift[r]));
+                // In the padding x − guess is not 0, so it is multiplied by 0.
                 if part == 1 {
                     (low, high) = (low.mul(real[0]), high.mul(real[1]));
                 }
@@ -149,7 +152,8 @@ fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>;
     })
 }
 
-/// Computes y = w⊙x̂ + b. With `C` false, all shifts are zero and not subtracted.
+/// Computes y = w⊙x̂ + b for a group of rows, each with its shift and scale in `rows`. With `C` (centred) false, all
+/// shifts are zero and not subtracted.
 #[inline(always)]
 pub fn normalise<S: Isa, E: Element, Y: Element<Acc = E::Acc>, const C: bool>(
     x: [&[E]; GROUP],
@@ -188,6 +192,7 @@ pub struct Weight<'a, A> {
     norm: &'a RowNormFns<A>,
     eps: A,
     cols: usize,
+    /// The single gain, and the sum that is its gradient; one and unused for a weight per column.
     gain: A,
     dgain: A,
     /// The weight per column; empty if all are one and no sum per column is wanted.
@@ -258,6 +263,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         let mut dy = Blocks::of(dy);
         let mut x = Blocks::of(x);
         let (mut sum_g, mut sum_gx) = ([[Of::<A, S>::zero(); 2]; GROUP], [[Of::<A, S>::zero(); 2]; GROUP]);
+        // The number of blocks in the parts before this one, and the distance at which rows are prefetched.
         let (mut done, ahead) = (0, GROUP * self.cols);
         for part in 0..PARTS {
             let n = x.len(part);
@@ -354,6 +360,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         for part in 0..PARTS {
             let n = x.len(part);
             let (dy, x, dx) = (dy.part::<S>(part, n), x.part::<S>(part, n), dx.part::<S>(part, n));
+            // The weight's blocks in this part; the others stay in `weight`.
             let here;
             (here, weight) = weight.split_at(if W { n } else { 0 });
             for b in 0..n {
@@ -380,7 +387,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
     }
 }
 
-/// The coefficients of a row's x̂. With `C` false, the shift is zero and not subtracted.
+/// The coefficients of a row's x̂ in all lanes. With `C` (centred) false, the shift is zero and not subtracted.
 #[derive(Clone, Copy)]
 pub struct Affine<A: Accumulator, S: Isa, const C: bool> {
     scale: Of<A, S>,
@@ -393,6 +400,7 @@ impl<A: Accumulator, S: Isa, const C: bool> Affine<A, S, C> {
         Affine { scale: Pack::splat(row.scale), shift: Pack::splat(row.shift) }
     }
 
+    /// Returns x̂ = (x − shift)·scale.
     #[inline(always)]
     pub fn at(&self, x: Of<A, S>) -> Of<A, S> {
         // x·scale − shift·scale would be one instruction, but would leave the rounding error of a product: a row of
@@ -435,10 +443,11 @@ impl<A: Accumulator, S: Isa, const C: bool> Lines<A, S, C> {
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
 pub fn fetch<E>(block: &[E; PAIR_LANES], ahead: usize) {
     #[cfg(target_arch = "x86_64")]
+    // A cache line has 64 bytes.
     for line in 0..size_of_val(block) / 64 {
         use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T1};
-        let at = block.as_ptr().wrapping_add(ahead).wrapping_byte_add(64 * line);
+        let address = block.as_ptr().wrapping_add(ahead).wrapping_byte_add(64 * line);
         // SAFETY: the instruction is part of SSE, which every x86-64 processor has, and a prefetch never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) };
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) };
     }
 }

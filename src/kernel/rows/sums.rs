@@ -2,7 +2,7 @@
 
 use crate::cpu::Accumulator;
 
-/// Returns Σ `f`(v) over a row. The sum has partial sums of 32 numbers, which keep the rounding error small.
+/// Returns Σ f(v) over a row. It adds up partial sums of 32 numbers, which keeps the rounding error small.
 pub fn sum<A: Accumulator>(x: &[A], f: impl Fn(A) -> A) -> A {
     let mut total = A::ZERO;
     for part in x.chunks(32) {
@@ -18,6 +18,7 @@ pub fn sum<A: Accumulator>(x: &[A], f: impl Fn(A) -> A) -> A {
 /// True if a sum of squares, or their mean plus ε, kept its precision: it did not overflow, and is at least 2^-100.
 /// In a smaller sum, single squares may have lost bits to f32's underflow at 2^-149.
 pub fn trusted<A: Accumulator>(square: A) -> bool {
+    // The first number is 2^-100. Both comparisons are false for a NaN.
     square >= A::from_f64(7.888609052210118e-31) && square < A::from_f64(f64::INFINITY)
 }
 

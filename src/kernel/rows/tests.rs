@@ -7,6 +7,7 @@ use std::fmt::Debug;
 
 pub const WIDTHS: [usize; 10] = [1, 2, 7, 16, 31, 123, 128, 400, 512, 1000];
 
+/// A storage type under test, with its rounding and its range.
 pub trait Tested: Element + PartialEq + Debug {
     /// Half the spacing of numbers around one in this type; `UNIT_ACC` is the same for its computing type.
     const UNIT: f64;
@@ -16,13 +17,16 @@ pub trait Tested: Element + PartialEq + Debug {
     const LARGEST: f64;
     /// The spacing of the smallest numbers.
     const SMALLEST: f64;
+    /// Rounds a number to this type.
     fn of(v: f64) -> Self {
         Self::store(Self::Acc::from_f64(v))
     }
+    /// Returns the number in f64.
     fn value(self) -> f64 {
         self.load().to_f64()
     }
 }
+/// Implements [`Tested`]; `$bits` and `$acc` are the significant bits of the type and of its computing type.
 macro_rules! tested {
     ($t:ty, $bits:expr, $acc:expr, $huge:expr, $largest:expr, $smallest:expr) => {
         impl Tested for $t {
@@ -39,7 +43,7 @@ tested!(f64, 53, 53, 1e140, f64::MAX, 1e-300);
 tested!(bf16, 8, 24, 1e35, 3.38e38, 1e-40);
 tested!(f16, 11, 24, 1e4, 65504.0, 6e-8);
 
-/// Returns numbers around `mean` in [−2, 2) times `scale`, determined by the seed.
+/// Returns n numbers (u + mean)·scale with u in [−2, 2), which the seed determines.
 pub fn numbers<E: Tested>(n: usize, seed: u64, scale: f64, mean: f64) -> Vec<E> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = || {
@@ -51,6 +55,7 @@ pub fn numbers<E: Tested>(n: usize, seed: u64, scale: f64, mean: f64) -> Vec<E> 
     (0..n).map(|_| E::of((next() + mean) * scale)).collect()
 }
 
+/// Converts numbers to the computing type.
 pub fn acc<A: Accumulator>(values: &[f64]) -> Vec<A> {
     values.iter().map(|v| A::from_f64(*v)).collect()
 }
@@ -75,8 +80,10 @@ pub fn check<N: RowNorm>(formula: &Formula) {
     force(None);
 }
 
+/// Checks rows of `cols` numbers of type E, with each kind of weight.
 fn check_type<N: RowNorm, E: Tested>(formula: &Formula, cols: usize) {
     let seed = cols as u64;
+    // Each row's numbers have a scale and a mean.
     let kinds = [(1.0, 0.0), (1.0, 0.5), (0.0, 0.0), (E::HUGE, 0.0), (1e-4, 0.0), (1.0, 100.0), (E::HUGE, 3.0)];
     let x: Vec<E> = (0..).zip(kinds).flat_map(|(k, (s, m))| numbers::<E>(cols, seed + k, s, m)).collect();
     let dy = numbers::<E>(x.len(), seed + 100, 1.0, 0.1);
@@ -88,6 +95,7 @@ fn check_type<N: RowNorm, E: Tested>(formula: &Formula, cols: usize) {
     }
 }
 
+/// Compares y and all gradients with the formula; `weight` and `bias` are as in [`forward`].
 fn check_rows<N: RowNorm, E: Tested>(formula: &Formula, cols: usize, x: &[E], dy: &[E], weight: &[f64], bias: &[f64]) {
     let eps = 1e-5f32 as f64;
     let (w, b) = (acc::<E::Acc>(weight), acc::<E::Acc>(bias));
@@ -138,6 +146,7 @@ fn check_rows<N: RowNorm, E: Tested>(formula: &Formula, cols: usize, x: &[E], dy
     }
 }
 
+/// Returns max |v|.
 fn largest(v: &[f64]) -> f64 {
     v.iter().fold(0.0, |m, v| m.max(v.abs()))
 }
@@ -246,6 +255,7 @@ fn check_streamed<E: Tested>() {
     for level in Level::ALL {
         force(Some(level));
         for (extra, cols) in [(0, 128), (1, 128), (0, 48), (3, 48)] {
+            // A result of 4 MiB bypasses the caches; one more group makes it larger.
             let rows = (4 << 20) / size_of::<E>() / cols / GROUP * GROUP + GROUP + extra;
             let (x, mut y, mut dx) = (numbers::<E>(rows * cols, 1, 1.0, 0.0), Vec::new(), Vec::new());
             let (y, dx) = (aligned(&mut y, x.len()), aligned(&mut dx, x.len()));
