@@ -23,16 +23,18 @@ class Study(declared.Study):
     __doc__ = declared.Study.__doc__
 
     def run(self, output: str | PathLike[str] = "study", **how: Any) -> "Outcome":
-        """Makes the runs that are missing and writes the page; the command `compare` does the same.
+        """Makes the runs that are missing and writes the page of results, as the command `compare` does. Returns the
+        outcome.
 
-        `how`: device, only (names of arms), max_hours, progress.
+        `how`: device, only (the names of the arms to make), max_hours (no run begins later), progress (False: no bar).
         """
         from .command import run
 
         return run(self, Path(output), **how)
 
     def trials(self, output: str | PathLike[str] = "study") -> Iterator["Trial"]:
-        """Yields the trials that are missing, for a training loop of your own; the last one ends with the page."""
+        """Yields the trials that are missing, for a training loop of your own; after the last one it writes the
+        page."""
         from .trials import trials
 
         return trials(self, Path(output))

@@ -22,6 +22,7 @@ METRICS = {"valid_nll": "validation NLL, in nats per token", "bleu": "BLEU"}
 _MADE_PAIRS = ("demo", "numbers")
 """Corpora for translation that are generated, not read from files."""
 PARTS = [f"{part}_{side}" for part in ("train", "valid", "test") for side in ("source", "target")]
+"""The roles that the files of a study's own text may have."""
 
 _RESERVED = {
     "lr": "the study's lr, a list of rates for all arms",
@@ -42,7 +43,7 @@ def check_kinds(study: "Study") -> None:
     for name, arm in study.arms.items():
         if not isinstance(name, str) or not name or not (isinstance(arm, Mapping) or callable(arm)):
             raise InputError(f"arms must be tables of options by name; got {name!r}: {arm!r}")
-        if not name.isprintable():  # a file of rows has a line for each, and a page a cell
+        if not name.isprintable():  # the name becomes a cell of the CSV file and of the page
             raise InputError(f"an arm's name must be printable characters on one line; got {name!r}")
     if not isinstance(study.options, Mapping):
         raise InputError(f"options must be a table; got {study.options!r}")
@@ -66,11 +67,11 @@ def check_values(study: "Study") -> None:
         raise InputError(f"lr must be one or several positive rates; got {[*study.lr]}")
     if len({f"{rate:g}" for rate in study.lr}) < len(study.lr):
         raise InputError(f"lr must be different rates; got {[*study.lr]}")
-    # Seed s has its rate chosen on seed s + TUNING, which must be no reported seed.
+    # The rate of seed s is chosen on seed s + TUNING. With fewer than TUNING seeds, none of these is a reported seed.
     if not _is_whole(study.seeds) or not 1 <= study.seeds < TUNING:
         raise InputError(f"seeds must be a number from 1 to {TUNING - 1}; got {study.seeds!r}")
-    is_right = all(_is_whole(depth) and 1 <= depth <= 10_000 for depth in study.layers)
-    if not is_right or len({*study.layers}) < len(study.layers):
+    are_depths = all(_is_whole(depth) and 1 <= depth <= 10_000 for depth in study.layers)
+    if not are_depths or len({*study.layers}) < len(study.layers):
         raise InputError(f"layers must be different numbers from 1 to 10000; got {[*study.layers]}")
     if not study.init or len({*map(str, study.init)}) < len(study.init):
         raise InputError(f"init must be one or several different initialisations; got {[*study.init]}")
@@ -83,6 +84,7 @@ def check_values(study: "Study") -> None:
         raise InputError(f"{' and '.join(given)} exclude each other; give one budget")
     for name in given:
         has_right_type = _is_number(budgets[name]) if name == "flop" else _is_whole(budgets[name])
+        # 2**63: updates and tokens must fit into a signed 64-bit integer
         if not has_right_type or not 1 <= budgets[name] < (math.inf if name == "flop" else 2**63):
             raise InputError(f"{name} must be a positive number; got {budgets[name]!r}")
     if study.metric not in METRICS:
@@ -116,8 +118,10 @@ def _is_scored(text: str | Mapping[str, Any]) -> bool:
 
 
 def _is_whole(value: Any) -> bool:
+    """Returns True for an int that is not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:
+    """Returns True for an int or a float that is not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

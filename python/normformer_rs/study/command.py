@@ -29,6 +29,9 @@ def run(
 ) -> Outcome:
     """Makes the runs that are missing, writes the page of results, and returns the outcome.
 
+    Without `train` only the page is written. `only` names the arms whose runs are made; empty means all. `words` is the
+    command that made the study, which the page shows; "" for the call in Python.
+
     Errors: InputError for a text that is missing, arms that the loop cannot train, and a folder without rows if `train`
     is False; Interrupted after Ctrl-C, and the same call continues.
     """
@@ -36,7 +39,7 @@ def run(
     results = results_of(study, output)
     if train:
         check_text(study.corpus[0], Path(study.data))
-        with quiet(True):
+        with quiet(wanted=True):
             make(study, results, runs_of(study, output, device, progress), only, max_hours)
         results.read()
     return finish(study, output, words)
@@ -48,9 +51,9 @@ def finish(study: Study, output: Path, words: str = "") -> Outcome:
     results = results_of(study, output)
     if not results.rows:
         raise InputError(f"{results.path('.csv')}: nothing of this study has been measured yet")
-    found = outcome(study, results)
-    write(found, output, words or repr(study))
-    return found
+    result = outcome(study, results)
+    write(result, output, words or repr(study))
+    return result
 
 
 def print_plan(study: Study, device: str) -> None:
@@ -71,5 +74,6 @@ def print_plan(study: Study, device: str) -> None:
 
 
 def _refuse_own_loop(study: Study) -> None:
+    """Raises InputError for a study that only a training loop of the user's own can train."""
     if not study.is_of_the_loop:
         raise InputError("the arms of this study change models of your own: use `for trial in study`")

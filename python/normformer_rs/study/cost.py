@@ -13,6 +13,7 @@ from ..reproduce.runs import trainer_of
 from .declared import Cell, Study
 
 _UPDATES = 8
+"""The number of updates that are made to estimate the cost of an arm."""
 _WARM = 3
 """The number of first updates that are not timed, because they are slower: they allocate memory."""
 
@@ -42,11 +43,13 @@ def costs(study: Study, device: str) -> list[Cost]:
 
 
 def _cost(study: Study, cell: Cell, corpus: Corpus, files: Files, device: str) -> Cost:
+    """Returns the cost of a cell's runs, from `_UPDATES` updates of one of them. `files` are the corpus' files by
+    role."""
     options = {**corpus.options, **study.row(cell, study.lr[0], 1).options}
-    # For each seed a run per rate chooses the rate, and one more run is reported.
+    # Each seed has one run for each rate, to choose the rate, and one more run, which is reported.
     runs, updates = study.seeds * (len(study.lr) + 1), options["updates"]
-    needs: DryRun = trainer_of(options, files, device).dry_run()
-    few = {
+    dry_run: DryRun = trainer_of(options, files, device).dry_run()
+    short_options = {
         "updates": _UPDATES,
         "evaluate_every": _UPDATES,
         "warmup": _UPDATES,
@@ -54,12 +57,12 @@ def _cost(study: Study, cell: Cell, corpus: Corpus, files: Files, device: str) -
         "criterion": "loss",
     }
     with tempfile.TemporaryDirectory() as output:
-        short = trainer_of({**options, **few}, files, device)
-        history: History = short.fit(output, progress=False, tensorboard=False, curves=False, overwrite=True)
+        trainer = trainer_of({**options, **short_options}, files, device)
+        history: History = trainer.fit(output, progress=False, tensorboard=False, curves=False, overwrite=True)
         # diff[i] is the time of update i + 2. The first _WARM updates are left out, and the last, whose time includes
         # the evaluation.
         seconds = float(np.median(np.diff(history.seconds)[_WARM - 1 : -1]))
         disk = sum(path.stat().st_size for path in Path(output).rglob("*") if path.is_file())
-    tokens = updates * short.training.max_tokens * short.training.accumulate  # type: ignore[attr-defined]
-    flop = 6.0 * needs.parameters * tokens * runs
-    return Cost(cell, runs, needs.parameters, flop, seconds * updates * runs, needs.training_bytes, disk * runs)
+    tokens = updates * trainer.training.max_tokens * trainer.training.accumulate  # type: ignore[attr-defined]
+    flop = 6.0 * dry_run.parameters * tokens * runs
+    return Cost(cell, runs, dry_run.parameters, flop, seconds * updates * runs, dry_run.training_bytes, disk * runs)

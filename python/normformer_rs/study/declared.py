@@ -44,6 +44,7 @@ this number divided by the number of layers."""
 _FIELDS: dict[str, Field] = {
     field.name: field for kind in (TransformerConfig, TrainingConfig, DataConfig) for field in kind.FIELDS
 }
+"""The options of model, training and data, by name."""
 
 
 class Cell(NamedTuple):
@@ -55,6 +56,7 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The values of the key as a name for messages and the page, such as "pre, layers 12"."""
         return ", ".join(value if column == "arm" else f"{column} {value}" for column, value in self.key.items())
 
 
@@ -141,7 +143,7 @@ class Study:
             content = tomllib.loads(read_small(path))
         except FileNotFoundError as error:
             raise InputError(f"{path}: no such file; expected a study in TOML") from error
-        except InputError:
+        except InputError:  # this class is a ValueError, which the next clause would catch
             raise
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path}: not valid TOML: {error}") from error
@@ -204,6 +206,7 @@ class Study:
             options = {**self._options[cache_key], "seed": seed}
         else:
             options = {**self.options, **cell.options, "lr": lr, "seed": seed, "updates": self.updates}
+            # With the digest in its options, a row of an older version of the function is not used again.
             options |= {"function": digest(_captured(arm, ()))} if callable(arm) else {}
         return Row({**cell.key, "lr": f"{lr:g}"}, options, self.corpus[0], version=__version__)
 
@@ -217,7 +220,7 @@ class Study:
         """The name of the corpus, and the corpus. If the study has files of its own, the name is a digest of their
         content at the first use."""
         if self.text == OWN_LOOP:
-            return OWN_LOOP, Corpus("a text of the user's own", "", {}, {})
+            return OWN_LOOP, Corpus("a text of the user's own", origin="", files={}, options={})
         if isinstance(self.text, str):
             return self.text, CORPORA[self.text]
         files = {role: str(Path(path).absolute()) for role, path in self.text.items() if role in PARTS}
@@ -229,7 +232,8 @@ class Study:
             content.update(role.encode() + hashlib.sha256(file.read_bytes()).digest())
         content.update(digest(options).encode())
         title = Path(files["train_target"]).name
-        return f"text-{content.hexdigest()[:8]}", Corpus(title, "the study's own", files, options, "13a")
+        name = f"text-{content.hexdigest()[:8]}"
+        return name, Corpus(title, origin="the study's own", files=files, options=options, tokenize="13a")
 
     @property
     def reproduction(self) -> Reproduction:
@@ -238,7 +242,7 @@ class Study:
         rows = tuple(self.row(cell, lr, 1) for cell in self.cells for lr in self.lr)
         scored = "test" if isinstance(self.text, str) or "test_target" in self.text else "valid"
         scale = Scale(self.question, rows, Shown(measures=measures), checkpoint="last", scored=scored, seeds=self.seeds)
-        return Reproduction("study", self.title, "ours", self.question, {"rows": scale})
+        return Reproduction("study", self.title, source="ours", claim=self.question, scales={"rows": scale})
 
     @functools.cached_property
     def _options(self) -> dict[tuple[Any, ...], Options]:
@@ -252,6 +256,7 @@ class Study:
         try:
             options = layered(preset, _CLOCKS, shared, cell.options, {"lr": lr})
             updates = self._updates(options)
+            # All runs are equally long, so epochs and early stopping are off.
             options |= {"updates": updates, "epochs": 0, "patience": 0, "keep": options.get("keep", 1)}
             if "evaluate_every" not in {**shared, **cell.options}:
                 options["evaluate_every"] = max(1, updates // 4)  # four evaluations of each run
@@ -266,6 +271,7 @@ class Study:
             configs = TransformerConfig(**model), TrainingConfig(**training), DataConfig(**data)
         except InputError as error:
             raise InputError(f"arm {cell.name}: {error}") from error
+        # The configurations have every option with its checked value; those that were not set are left out.
         return {name: value for config in configs for name, value in config.asdict().items() if name in options}
 
     def _updates(self, options: Options) -> int:
@@ -287,7 +293,7 @@ class Study:
 
 def _source(function: Any, seen: tuple[Any, ...] = ()) -> str:
     """Returns a digest of a function's source, defaults and captured values. The digest is part of a row's options, so
-    that rows measured with an earlier version of the function are not reused. `seen`: the values around this one."""
+    that rows measured with an earlier version of the function are not reused. `seen`: as in `_captured`."""
     seen = (*seen, function)
     captured = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     defaults = getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None)
@@ -296,15 +302,15 @@ def _source(function: Any, seen: tuple[Any, ...] = ()) -> str:
 
 def _captured(value: Any, seen: tuple[Any, ...]) -> Any:
     """Returns a description of a value that is equal in each process for equal values. An object is described by its
-    class's source and its attributes."""
-    if any(value is one for one in seen):
+    class's source and its attributes. `seen`: the values that contain this one; a value may contain itself."""
+    if any(value is outer for outer in seen):
         return "itself"
     if inspect.isfunction(value):
         return _source(value, seen)
     seen = (*seen, value)
 
     def each(values: Any) -> list[Any]:
-        return [_captured(one, seen) for one in values]
+        return [_captured(inner, seen) for inner in values]
 
     if inspect.ismethod(value):
         return each((value.__func__, value.__self__))
@@ -317,7 +323,7 @@ def _captured(value: Any, seen: tuple[Any, ...]) -> Any:
     if isinstance(value, type):
         return [source(value), value.__qualname__]
     text = repr(value)
-    if f"{id(value):x}" in text and hasattr(value, "__dict__"):  # the default representation, an address
+    if f"{id(value):x}" in text and hasattr(value, "__dict__"):  # the default representation, which has the address
         return [source(type(value)), each(vars(value).items())]
     return text
 

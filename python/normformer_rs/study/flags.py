@@ -16,6 +16,8 @@ DEFAULT = Path(__file__).with_name("default.toml")
 
 
 def parser() -> Command:
+    """Returns the command: its line of help, the function that runs it, and the function that adds its flags."""
+
     def add(parser: argparse.ArgumentParser) -> None:
         parser.usage = "%(prog)s [STUDY.toml] [OPTION …]"
         lines = DEFAULT.read_text(encoding="utf-8").splitlines()
@@ -45,6 +47,7 @@ def parser() -> Command:
 
 
 def _run(args: argparse.Namespace) -> None:
+    """Makes the study that the command line names, or only prints its plan (--dry-run)."""
     text.check_writable(text.STANDARD)
     from . import Study, command
 
@@ -64,10 +67,10 @@ def _run(args: argparse.Namespace) -> None:
     if args.jobs and not args.no_train:
         from .jobs import work
 
-        how = {"only": args.only, "max_hours": args.max_hours, "device": args.device}
-        work(study, Path(args.output), args.jobs, settings, **how)
+        run_options = {"only": args.only, "max_hours": args.max_hours, "device": args.device}
+        work(study, Path(args.output), args.jobs, settings, **run_options)
     words = " ".join(["normformer-rs compare", *([args.study] if args.study else [])])
-    found = command.run(
+    outcome = command.run(
         study,
         Path(args.output),
         only=args.only,
@@ -80,12 +83,13 @@ def _run(args: argparse.Namespace) -> None:
     if args.report is not None:
         from .reports import REPORTS as clients
 
-        clients[args.report](found, Path(args.output))
-    print(found)
+        clients[args.report](outcome, Path(args.output))
+    print(outcome)
     print(f"page: {Path(args.output) / 'study.html'}")
 
 
 def _settings(words: list[str]) -> dict[str, int | str]:
+    """Returns the settings of the words NAME=VALUE; a value of digits becomes an int."""
     settings: dict[str, int | str] = {}
     for word in words:
         name, equals, value = word.partition("=")

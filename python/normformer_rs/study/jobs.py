@@ -22,15 +22,15 @@ def work(study: Study, output: Path, jobs: int, settings: Mapping[str, Any], **h
     submitit.
     """
     submitit: Any = require("submitit", "--jobs")
-    own = dict(settings)
-    executor = submitit.AutoExecutor(folder=str(output / "jobs"), cluster=own.pop("cluster", None))
+    executor_settings = dict(settings)
+    executor = submitit.AutoExecutor(folder=str(output / "jobs"), cluster=executor_settings.pop("cluster", None))
     try:
-        executor.update_parameters(**{"name": "normformer_rs", **own})
+        executor.update_parameters(**{"name": "normformer_rs", **executor_settings})
     except (NameError, TypeError, ValueError, AssertionError) as error:
         raise InputError(f"--job-setting: submitit does not take these settings: {error}") from error
-    begun = [executor.submit(_make, study, output, how) for _ in range(jobs)]
-    write(f"jobs: {', '.join(job.job_id for job in begun)}; their logs are in {output / 'jobs'}")
-    for job in begun:
+    submitted = [executor.submit(_make, study, output, how) for _ in range(jobs)]
+    write(f"jobs: {', '.join(job.job_id for job in submitted)}; their logs are in {output / 'jobs'}")
+    for job in submitted:
         job.result()
 
 

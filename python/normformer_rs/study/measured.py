@@ -34,10 +34,10 @@ class Chosen(NamedTuple):
 def choose(values: Mapping[float, float | None], falls: bool) -> Chosen:
     """Returns the rate with the best value, on a tie the lowest such rate. `values` maps each rate to the metric of its
     run, or to None if the run failed. `falls` is True if lower values are better."""
-    found = {rate: value for rate, value in sorted(values.items()) if value is not None}
-    if not found:
+    succeeded = {rate: value for rate, value in sorted(values.items()) if value is not None}
+    if not succeeded:
         return Chosen(None, False)
-    best = (min if falls else max)(found, key=found.__getitem__)
+    best = (min if falls else max)(succeeded, key=succeeded.__getitem__)
     return Chosen(best, len(values) > 1 and best in (min(values), max(values)))
 
 
@@ -60,10 +60,12 @@ def chosen_of(study: Study, results: Results, cell: Cell, seed: int) -> Chosen |
 
 
 def results_of(study: Study, output: Path) -> Results:
+    """Returns the table of the study's measured rows, in the folder `output`."""
     return Results(study.reproduction, "rows", output, study.seeds, keeps=False)
 
 
 def runs_of(study: Study, output: Path, device: str, progress: bool) -> "Runs":
+    """Returns the runs of the study, in a folder below `output`. `progress`: True to show progress bars."""
     from ..reproduce.runs import Runs
 
     name, corpus = study.corpus
@@ -73,22 +75,23 @@ def runs_of(study: Study, output: Path, device: str, progress: bool) -> "Runs":
 
 def make(study: Study, results: Results, runs: "Runs", only: Sequence[str], max_hours: float) -> bool:
     """Makes the rows that are missing, together with other processes. Returns False if `max_hours` were over before all
-    rows were made.
+    rows were made. `only` names the arms whose rows are made; empty means all.
 
     Errors: as `Runs.run`; InputError that names the arm, before any run, for options that contradict each other.
     """
     from ..reproduce.runs import trainer_of
 
     cells = [cell for cell in study.cells if cell.key["arm"] in only or not only]
+    # All arms are checked first, so that a wrong one is not found only after hours of training.
     for cell in cells:
         try:
-            trainer_of({**study.corpus[1].options, **study.row(cell, study.lr[0], 1).options}, {}, "cpu").check()
+            trainer_of({**study.corpus[1].options, **study.row(cell, study.lr[0], seed=1).options}, {}, "cpu").check()
         except InputError as error:
             raise InputError(f"arm {cell.name}: {error}") from error
-    ends = time.monotonic() + 3600 * max_hours
+    deadline = time.monotonic() + 3600 * max_hours
     for seed in range(1, study.seeds + 1):
         tuning = [row for cell in cells for row in study.tuning(cell, seed)]
-        if not _make_all(tuning, results, runs, ends):
+        if not _make_all(tuning, results, runs, deadline):
             return False
         results.read()
         reported = []
@@ -96,17 +99,17 @@ def make(study: Study, results: Results, runs: "Runs", only: Sequence[str], max_
             chosen = chosen_of(study, results, cell, seed)
             if chosen is not None and chosen.rate is not None:
                 reported.append(study.row(cell, chosen.rate, seed))
-        if not _make_all(reported, results, runs, ends):
+        if not _make_all(reported, results, runs, deadline):
             return False
     return True
 
 
-def _make_all(rows: Sequence[Row], results: Results, runs: "Runs", ends: float) -> bool:
-    """Makes rows one by one, and waits for rows that other processes make. Returns False if the time `ends` comes
-    before all rows are made."""
+def _make_all(rows: Sequence[Row], results: Results, runs: "Runs", deadline: float) -> bool:
+    """Makes rows one by one, and waits for rows that other processes make. Returns False if the time `deadline`, of
+    `time.monotonic`, comes before all rows are made."""
     pending, has_told_user = list(rows), False
-    while pending := measure(pending, results.scale, results, runs, ends):
-        if time.monotonic() >= ends:
+    while pending := measure(pending, results.scale, results, runs, deadline):
+        if time.monotonic() >= deadline:
             return False
         if not has_told_user:
             write(f"another process makes {len(pending)} of these runs: waiting for it")

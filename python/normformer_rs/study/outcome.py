@@ -24,6 +24,7 @@ class Arm(NamedTuple):
     edges: int
     """The number of seeds whose rate is the lowest or highest of the grid."""
     verdicts: str
+    """The verdict of the reported runs; if they differ, each verdict with its number of runs."""
     curve: dict[float, list[float | None]]
     """By rate, the metrics of the runs among which the rate was chosen, one for each seed; None for a failed run."""
     sensitivity: float
@@ -40,6 +41,7 @@ class Arm(NamedTuple):
 
     @property
     def failed(self) -> int:
+        """The number of reported seeds without a value."""
         return sum(value is None for value in self.values.values())
 
     @property
@@ -90,6 +92,7 @@ def outcome(study: Study, results: Results) -> Outcome:
 
 
 def _key(cell: Cell) -> tuple[str, ...]:
+    """Returns the values of the cell's key, as a key of dictionaries."""
     return tuple(cell.key.values())
 
 
@@ -129,18 +132,18 @@ def _arm(study: Study, results: Results, cell: Cell) -> Arm:
     return Arm(cell, values, rates, edges, words, curve, sensitivity, seconds)
 
 
-def _sensitivity(made: Mapping[float, Mapping[str, str]]) -> float:
-    """Returns `Arm.sensitivity` for one seed, from the runs by rate; NaN if no run has a loss before the first
-    update."""
-    first_losses = [number(found.get("first_nll") or "") for found in made.values()]
+def _sensitivity(columns_by_rate: Mapping[float, Mapping[str, str]]) -> float:
+    """Returns `Arm.sensitivity` for one seed, from the table's columns by rate; NaN if no run has a loss before the
+    first update."""
+    first_losses = [number(columns.get("first_nll") or "") for columns in columns_by_rate.values()]
     known = [loss for loss in first_losses if loss is not None]
     if not known:
         return math.nan
     losses = []  # min(ℓ(η), ℓ₀) of each rate; a run without ℓ₀ gets the largest of the others
-    for found in made.values():
-        value, start = value_of(found, "valid_nll"), number(found.get("first_nll") or "")
-        start = start if start is not None else max(known)
-        losses.append(start if value is None else min(value, start))
+    for columns in columns_by_rate.values():
+        value, first_loss = value_of(columns, "valid_nll"), number(columns.get("first_nll") or "")
+        first_loss = first_loss if first_loss is not None else max(known)
+        losses.append(first_loss if value is None else min(value, first_loss))
     return statistics.fmean(losses) - min(losses)
 
 
@@ -150,15 +153,15 @@ def _count_runs(arm: Arm) -> int:
     return tuning_runs + len(arm.values)
 
 
-def main_table(found: Outcome) -> tuple[list[str], list[list[str]]]:
+def main_table(outcome: Outcome) -> tuple[list[str], list[list[str]]]:
     """Returns the headings and the lines of the main table, which has a line for each arm."""
-    study, column = found.study, COLUMNS[found.study.metric]
-    keys = [*found.arms[0].cell.key]
+    study, column = outcome.study, COLUMNS[outcome.study.metric]
+    keys = [*outcome.arms[0].cell.key]
     difference = f"difference from {study.baseline} [95 % interval], p by Holm; least difference found in four of five"
     tested = [difference] if study.seeds > 1 and len(study.arms) > 1 else []  # a column only if there are tests
     head = [*keys, f"{column.heading} [95 % interval]", "failed", "rate", "verdict", *tested, "sensitivity to the rate"]
     lines = []
-    for arm in found.arms:
+    for arm in outcome.arms:
         compared = "baseline" if study.baseline_of(arm.cell) is None else arm.compared.words if arm.compared else ""
         sensitivity = "" if math.isnan(arm.sensitivity) else f"{arm.sensitivity:.3f}"
         mark = _mark(arm)
@@ -168,12 +171,13 @@ def main_table(found: Outcome) -> tuple[list[str], list[list[str]]]:
 
 
 def _mark(arm: Arm) -> str:
+    """Returns " *" for an arm that is better than the baseline at p < 0.05, "" for any other."""
     return " *" if arm.compared is not None and arm.compared.is_better and arm.compared.p < 0.05 else ""
 
 
 def mean(arm: Arm, form: str) -> str:
     """Returns a text with the mean of an arm's values and its 95 % interval, or with the number of seeds if some
-    failed."""
+    failed. `form` is the format of the numbers, such as ".3f"."""
     values = arm.found
     if not values:
         return "failed" if arm.values else "not measured"
@@ -194,9 +198,9 @@ def _rates(arm: Arm) -> str:
     return f"{words}, edge in {arm.edges}" if arm.edges else words
 
 
-def as_json(found: Outcome) -> dict[str, Any]:
+def as_json(outcome: Outcome) -> dict[str, Any]:
     """Returns the numbers of the page as dictionaries, lists and numbers, for study.json."""
-    study = found.study
+    study = outcome.study
     return {
         "title": study.title,
         "question": study.question,
@@ -204,8 +208,8 @@ def as_json(found: Outcome) -> dict[str, Any]:
         "baseline": study.baseline,
         "rates": [*study.lr],
         "seeds": study.seeds,
-        "missing_runs": found.missing,
-        "arms": [_plain(study, arm) for arm in found.arms],
+        "missing_runs": outcome.missing,
+        "arms": [_plain(study, arm) for arm in outcome.arms],
     }
 
 

@@ -54,25 +54,25 @@ class Picture(NamedTuple):
 Block = Heading | Paragraph | Listing | Code | Table | Picture
 
 
-def write(found: Outcome, output: Path, words: str) -> Path:
-    """Writes study.html, study.md, study.tex, study.json and the pictures into the folder; returns study.html's path.
+def write(outcome: Outcome, output: Path, words: str) -> Path:
+    """Writes study.html, study.md, study.tex, study.json and the pictures into `output`; returns study.html's path.
 
     `words` is the command or the Python call that makes the study; the page shows it.
     """
-    blocks = _blocks(found, output, words)
-    text.write_lines(str(output / f"{PAGE}.md"), _markdown(found.study.title, blocks, output).split("\n"))
-    text.write_lines(str(output / f"{PAGE}.tex"), latex(found).split("\n"))
-    text.write_lines(str(output / f"{PAGE}.json"), [json.dumps(as_json(found), indent=1, ensure_ascii=False)])
-    text.write_lines(str(output / f"{PAGE}.html"), _page(found.study.title, blocks).split("\n"))
+    blocks = _blocks(outcome, output, words)
+    text.write_lines(str(output / f"{PAGE}.md"), _markdown(outcome.study.title, blocks, output).split("\n"))
+    text.write_lines(str(output / f"{PAGE}.tex"), latex(outcome).split("\n"))
+    text.write_lines(str(output / f"{PAGE}.json"), [json.dumps(as_json(outcome), indent=1, ensure_ascii=False)])
+    text.write_lines(str(output / f"{PAGE}.html"), _page(outcome.study.title, blocks).split("\n"))
     return output / f"{PAGE}.html"
 
 
 # ---- the content of the page ----
 
 
-def sentence(found: Outcome, arm: Arm) -> str:
+def sentence(outcome: Outcome, arm: Arm) -> str:
     """Returns the sentences that say what the study found about an arm."""
-    study, column = found.study, COLUMNS[found.study.metric]
+    study, column = outcome.study, COLUMNS[outcome.study.metric]
     name, base = arm.cell.name, study.baseline
     if not arm.values:
         return f"{name} has not been measured yet."
@@ -85,10 +85,10 @@ def sentence(found: Outcome, arm: Arm) -> str:
     if study.baseline_of(arm.cell) is None:
         return f"{name} is the baseline: {column.heading} {mean(arm, column.form)}.{edge}"
     if arm.compared is None or (difference := arm.compared.difference) is None:
-        measured = next((one.values for one in found.arms if one.cell == study.baseline_of(arm.cell)), {})
-        few = "too few seeds" if measured else f"{base} has not been measured yet"
-        why = arm.compared.words if arm.compared is not None else few
-        return f"{name} is not compared with {base}: {why}.{edge}"
+        measured = next((other.values for other in outcome.arms if other.cell == study.baseline_of(arm.cell)), {})
+        reason = "too few seeds" if measured else f"{base} has not been measured yet"
+        explanation = arm.compared.words if arm.compared is not None else reason
+        return f"{name} is not compared with {base}: {explanation}.{edge}"
     distance = f"{abs(difference.spread.mean):{column.form}}"
     if arm.compared.p < 0.05:
         direction = ("lower" if difference.spread.mean < 0 else "higher") + (
@@ -137,11 +137,13 @@ def rules(study: Study) -> list[str]:
     ]
 
 
-def _limits(found: Outcome) -> list[str]:
-    study = found.study
-    options = found.results.scale.rows[0].options
+def _limits(outcome: Outcome) -> list[str]:
+    """Returns sentences about what the study cannot show, and about runs that are missing."""
+    study = outcome.study
+    options = outcome.results.scale.rows[0].options
     depth = ", ".join(map(str, study.layers)) or str(options.get("decoder_layers", "the model's"))
-    lengths = sorted({row.options["updates"] for row in found.results.scale.rows})
+    lengths = sorted({row.options["updates"] for row in outcome.results.scale.rows})
+    # Without a budget in updates, the length of a run is unknown.
     length = (
         " or ".join(f"{updates:,}" for updates in lengths) + " updates" if options["updates"] else "runs of this length"
     )
@@ -150,54 +152,57 @@ def _limits(found: Outcome) -> list[str]:
         "otherwise.",
         f"An interval over {study.seeds} seeds covers initialisation and order of batches, not other texts.",
     ]
-    if any(arm.edges for arm in found.arms):
+    if any(arm.edges for arm in outcome.arms):
         limits.append("Where a rate is at the edge of the grid, the arm's best value was perhaps not reached.")
-    if found.missing:
-        limits.append(f"{found.missing} of {study.runs} runs have not been made.")
-    if found.stale:
-        limits.append(f"{found.stale} runs were measured only with other options or versions, and are not shown.")
+    if outcome.missing:
+        limits.append(f"{outcome.missing} of {study.runs} runs have not been made.")
+    if outcome.stale:
+        limits.append(f"{outcome.stale} runs were measured only with other options or versions, and are not shown.")
     return limits
 
 
-def _blocks(found: Outcome, output: Path, words: str) -> list[Block]:
-    study = found.study
-    blocks: list[Block] = [Paragraph(study.question), Heading("Result"), Table(*main_table(found))]
-    blocks.append(Listing([sentence(found, arm) for arm in found.arms]))
-    blocks += _pictures(found, output)
-    blocks += [Heading("Rules"), Listing(rules(study)), Heading("What it does not say"), Listing(_limits(found))]
+def _blocks(outcome: Outcome, output: Path, words: str) -> list[Block]:
+    """Returns the content of the page. Pictures are drawn into the folder `output`."""
+    study = outcome.study
+    blocks: list[Block] = [Paragraph(study.question), Heading("Result"), Table(*main_table(outcome))]
+    blocks.append(Listing([sentence(outcome, arm) for arm in outcome.arms]))
+    blocks += _pictures(outcome, output)
+    blocks += [Heading("Rules"), Listing(rules(study)), Heading("What it does not say"), Listing(_limits(outcome))]
     if study.is_of_the_loop:
         from .starts import unequal
 
         head, lines = ["arm", "parameters", "start bit-equal", "start unlike, or have no counterpart"], unequal(study)
         blocks += [Heading(f"Starts, against {study.baseline}"), Table(head, lines)]
     # An arm's runs: the reported ones, and those that chose the rates.
-    spent = [[arm.cell.name, str(len(arm.values) + sum(map(len, arm.curve.values()))), duration(arm.seconds)]
-             for arm in found.arms]  # fmt: skip
-    blocks += [Heading("Cost"), Table(["arm", "runs", "time of training"], spent)]
-    blocks += [Heading("How it was made"), Paragraph(_provenance(found)), Code(words)]
+    costs = [[arm.cell.name, str(len(arm.values) + sum(map(len, arm.curve.values()))), duration(arm.seconds)]
+             for arm in outcome.arms]  # fmt: skip
+    blocks += [Heading("Cost"), Table(["arm", "runs", "time of training"], costs)]
+    blocks += [Heading("How it was made"), Paragraph(_provenance(outcome)), Code(words)]
     return blocks
 
 
-def _provenance(found: Outcome) -> str:
+def _provenance(outcome: Outcome) -> str:
     """Returns a text that says when and with which versions and processors the rows were measured."""
-    facts = {name: sorted({row[name] for row in found.results.rows if row.get(name)}) for name in made_by()}
-    # Of the dates only the first and the last are shown.
+    facts = {name: sorted({row[name] for row in outcome.results.rows if row.get(name)}) for name in made_by()}
+    # The page shows only the first and the last date.
     facts["date"] = [*dict.fromkeys((facts["date"][0], facts["date"][-1]))] if facts["date"] else []
     return "; ".join(f"{name} {', '.join(values)}" for name, values in facts.items() if values)
 
 
-def _pictures(found: Outcome, output: Path) -> list[Block]:
+def _pictures(outcome: Outcome, output: Path) -> list[Block]:
+    """Draws the pictures into `output`. Without matplotlib it returns a sentence with the command that installs it."""
     if not available("matplotlib"):
         return [Paragraph(f"No pictures: {command('matplotlib')}")]
     from .pictures import drawn
 
-    return [Picture(path, about) for path, about in drawn(found, output)]
+    return [Picture(path, description) for path, description in drawn(outcome, output)]
 
 
 # ---- the formats of the page ----
 
 
 def _markdown(title: str, blocks: Sequence[Block], output: Path) -> str:
+    """Returns the page in Markdown. Paths of pictures are relative to the folder `output`."""
     parts = [f"# {title}"]
     for block in blocks:
         if isinstance(block, Heading):
@@ -216,6 +221,7 @@ def _markdown(title: str, blocks: Sequence[Block], output: Path) -> str:
 
 
 def _page(title: str, blocks: Sequence[Block]) -> str:
+    """Returns the page in HTML. Pictures are embedded, so that the page is one file."""
     parts = []
     for block in blocks:
         if isinstance(block, Heading):
@@ -236,15 +242,16 @@ def _page(title: str, blocks: Sequence[Block]) -> str:
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}\n</body></html>'
 
 
-def latex(found: Outcome) -> str:
+def latex(outcome: Outcome) -> str:
     """Returns the table of arms in LaTeX, with the rules of the package booktabs."""
-    head, lines = main_table(found)
+    head, lines = main_table(outcome)
     rows = [" & ".join(map(_tex, line)) + r" \\" for line in lines]
     begin = [rf"\begin{{tabular}}{{{'l' * len(head)}}}", r"\toprule", " & ".join(map(_tex, head)) + r" \\", r"\midrule"]
     return "\n".join([*begin, *rows, r"\bottomrule", r"\end{tabular}"])
 
 
 def _tex(cell: str) -> str:
+    """Returns a cell of a table with LaTeX's special characters escaped."""
     special = {**{letter: f"\\{letter}" for letter in "&%$#_{}"}, "\\": r"\textbackslash{}", "~": r"\textasciitilde{}"}
     special |= {"^": r"\textasciicircum{}", "±": r"$\pm$", "<": r"\textless{}", ">": r"\textgreater{}"}
     special |= {"|": r"\textbar{}", '"': r"\textquotedbl{}"}

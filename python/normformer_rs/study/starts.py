@@ -12,6 +12,7 @@ from .declared import Cell, Study
 _TYPES = 64
 """The size of the vocabulary of the models that are compared. It is small, because it changes only the embeddings."""
 _SHOWN = 3
+"""The number of kinds of parameters that a line names."""
 
 
 def unequal(study: Study) -> list[list[str]]:

@@ -70,10 +70,11 @@ class Trial:
         """
         arm = self._study.arms[self.arm]
         if callable(arm):
-            changed = arm(model)
+            changed = arm(model)  # None if the function has changed the model in place
             model = model if changed is None else changed
         else:
             _swap(model, {**self._study.options, **arm}, self.init, example)
+        # Arms draw different numbers of initial values; after this line all continue with the same random numbers.
         _seed(self.seed)
         return model
 
@@ -166,13 +167,15 @@ def log_of(row: Row, folder: Path) -> Path:
 
 
 def _keep(trial: Trial, row: Row, results: Results) -> None:
+    """Writes the losses of a trial to their file, and adds its row to the table."""
     # The losses are written first, so that a row in the table always has its file of losses, even after a crash.
     write_whole(trial._log, json.dumps({"key": row.key, "seed": row.seed, "losses": trial.losses}).encode())
     results.add(row, {**trial.columns(), **made_by()}, {})
 
 
 def _swap(model: nn.Module, options: Options, init: str, example: Any) -> None:
-    # The arm's other options go to the first of the two swaps that the arm has.
+    """Swaps the arm's residual scheme and norm into the model. The other options go to the first of the two swaps that
+    the arm has. `init` initialises the scheme; `example` is an input for the swaps."""
     residual, norm = options.pop("residual", None), options.pop("norm", None)
     start = options.pop("init", "scheme" if init == OWN_START else init)
     if residual is not None:
@@ -182,10 +185,12 @@ def _swap(model: nn.Module, options: Options, init: str, example: Any) -> None:
 
 
 def _number(value: Any) -> float:
+    """Returns a number, or the number in a tensor of one, as a float."""
     return float(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
 def _seed(seed: int) -> None:
+    """Seeds the random number generators of torch, numpy and random."""
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
