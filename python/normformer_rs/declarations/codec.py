@@ -42,14 +42,16 @@ class Owner(NamedTuple):
     number: str = ""
 
     def own(self, part: Any, what: str) -> Any:
-        """Returns a norm or a parameter under the name that it has in the module, with its width or shape filled in."""
+        """Returns a norm or a parameter under the name that it has in the module, with its width or shape filled in.
+        `what`: the part's name in messages."""
         name = self.path + _text(part.name, f"{what}.name")
         if isinstance(part, NormAt):
             width = self.width if part.width is None else part.width
             return NormAt(name + self.number, width, part.start)
         name += "" if part.shared else self.number
         shape = part.shape if isinstance(part.shape, list | tuple) else [part.shape]
-        value = [*part.value] if getattr(part.value, "shape", None) else part.value  # an array becomes a list
+        # An array, which has a shape that is not (), becomes a list.
+        value = [*part.value] if getattr(part.value, "shape", None) else part.value
         return part._replace(name=name, value=value, shape=shape, shared=False)
 
 
@@ -83,7 +85,7 @@ def _codec(kind: Any) -> _Codec:
         return _CODECS[kind]()
     if get_origin(kind) is Literal:
         return _codec(str)
-    kinds = [one for one in get_args(kind) if one is not NoneType]
+    kinds = [argument for argument in get_args(kind) if argument is not NoneType]
     if len(kinds) < len(get_args(kind)):  # X | None, where X may be a union, too
         return _optional(_codec(functools.reduce(operator.or_, kinds)))
     if isinstance(kind, UnionType):  # X | Sequence[X]
@@ -93,7 +95,8 @@ def _codec(kind: Any) -> _Codec:
 
 
 def _leaf(check: Callable[[Any, str], Any], read: Callable[[Any], Any] = lambda found: found) -> _Codec:
-    """Returns the codec of a type without parts. `check` returns a value as JSON holds it, or raises."""
+    """Returns the codec of a type without parts. `check` returns a value as JSON holds it, or raises; it gets the value
+    and its name in messages. `read` makes the value from what JSON holds."""
     return _Codec(lambda value, _, what: check(value, what), read)
 
 
@@ -112,7 +115,7 @@ def _list(codec: _Codec) -> _Codec:
     def write(value: Any, owner: Owner, what: str) -> Any:
         if not isinstance(value, Iterable) or isinstance(value, str):
             raise refusal(what, "a list", value)
-        return [codec.write(one, owner, what) for one in value]
+        return [codec.write(item, owner, what) for item in value]
 
     return _Codec(write, lambda found: tuple(map(codec.read, found)))
 
@@ -129,7 +132,8 @@ def _one_or_list(codec: _Codec) -> _Codec:
 
 
 def _enum(variants: Mapping[str, Any], expected: str) -> _Codec:
-    """Returns the codec of a Rust enum, {the variant's name: its content}. `variants`: name → type of the content."""
+    """Returns the codec of a Rust enum, {the variant's name: its content}. `variants`: name → type of the content;
+    `expected`: the types in words, for messages."""
     # A variant that holds a float also accepts an int.
     codecs = {tag: (int | float if kind is float else kind, _codec(kind)) for tag, kind in variants.items()}
 
@@ -140,7 +144,7 @@ def _enum(variants: Mapping[str, Any], expected: str) -> _Codec:
         raise refusal(what, expected, value)
 
     def read(found: Any) -> Any:
-        ((tag, content),) = found.items()
+        ((tag, content),) = found.items()  # the dictionary has one entry
         _, codec = codecs[tag]
         return codec.read(content)
 
@@ -152,11 +156,11 @@ def _gain() -> _Codec:
     plain = _enum(
         {"constant": float, "learned": Learned}, "a number, GROWING, a Learned, or a curve of one, as sigmoid(…)"
     )
-    curve, units = _codec(Curve), {1.0: "one", GROWING: "growing"}
+    curve, texts = _codec(Curve), {1.0: "one", GROWING: "growing"}
 
     def write(value: Any, owner: Owner, what: str) -> Any:
-        if isinstance(value, str | int | float) and value in units:
-            return units[value]
+        if isinstance(value, str | int | float) and value in texts:
+            return texts[value]
         if isinstance(value, Curve):
             fields = curve.write(value, owner, what)
             return {fields.pop("kind"): fields}
@@ -216,7 +220,7 @@ def _first_values() -> _Codec:
     def write(value: Any, _: Owner, what: str) -> Any:
         if isinstance(value, Normal):
             return {"normal": number(value.std, what)}
-        return [number(one, what) for one in value] if isinstance(value, list | tuple) else number(value, what)
+        return [number(item, what) for item in value] if isinstance(value, list | tuple) else number(value, what)
 
     def read(found: Any) -> Any:
         if isinstance(found, dict):
@@ -232,23 +236,23 @@ _LEFT_OUT = ("is_weighted", "shared", "sums_over")
 
 def _fields(kind: Any) -> _Codec:
     """Returns the codec of a named tuple, which becomes an object with its fields."""
-    codecs = {name: _codec(one) for name, one in kind.__annotations__.items()}
+    codecs = {name: _codec(annotation) for name, annotation in kind.__annotations__.items()}
     expected = {Learned: 'a Learned, as Learned("gain", 1.0)', NormAt: 'a Norm, as Norm("norm")'}
     defaults = {name: kind._field_defaults[name] for name in _LEFT_OUT if name in codecs}
 
     def write(value: Any, owner: Owner, what: str) -> Any:
         if not isinstance(value, kind):
             raise refusal(what, expected.get(kind, f"a {kind.__name__}"), value)
-        if isinstance(value, Part):
+        if isinstance(value, Part):  # a norm or a parameter
             value = owner.own(value, what)
             what = f"{what}: {value.name}"
         written = {}
-        for name, part in zip(codecs, value):
-            if name not in defaults or part != defaults[name]:
-                written[name] = codecs[name].write(part, owner, f"{what}.{name}")
+        for name, content in zip(codecs, value):  # a named tuple has its fields' values in the order of their names
+            if name not in defaults or content != defaults[name]:
+                written[name] = codecs[name].write(content, owner, f"{what}.{name}")
         return written
 
-    return _Codec(write, lambda found: kind(**{name: codecs[name].read(part) for name, part in found.items()}))
+    return _Codec(write, lambda found: kind(**{name: codecs[name].read(content) for name, content in found.items()}))
 
 
 def _text(value: Any, what: str) -> str:

@@ -334,14 +334,14 @@ Part = NormAt | Learned
 
 
 def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns the value with each of its norms and parameters replaced by `change(part)`."""
+    """Returns the value, a part of a declaration, with each of its norms and parameters replaced by `change(part)`."""
     if isinstance(value, Part):
         return change(value)
     if isinstance(value, Mapping):
         return {key: replaced(inner, change) for key, inner in value.items()}
     if isinstance(value, tuple):
-        inner = (replaced(inner, change) for inner in value)
-        return type(value)._make(inner) if hasattr(value, "_make") else tuple(inner)
+        items = (replaced(inner, change) for inner in value)
+        return type(value)._make(items) if hasattr(value, "_make") else tuple(items)  # a named tuple keeps its type
     return value
 
 
@@ -368,7 +368,8 @@ def only_norm(changes: Sequence[Change]) -> NormAt | None:
 
 
 def is_of_joined_heads(change: Change, head_dim: int) -> bool:
-    """True if a change of queries, keys or values acts on all heads joined, instead of on each head separately."""
+    """True if a change of queries, keys or values acts on all heads joined, instead of on each head separately.
+    `head_dim`: the width of one head."""
     if change.kind == "norm":
         return change.what.width != head_dim
     if change.kind in ("shift", "scale"):  # a scalar, or one number per column of a head, acts on each head

@@ -39,7 +39,8 @@ def refuse_code(options: Mapping[str, Any], origin: Any, trust: bool = False) ->
 
 
 def load_class(option: str, text: str, kind: type) -> type:
-    """Loads the class of `file.py:Class`, a subclass of `kind`. Errors: InputError if there is none."""
+    """Loads the class that `text`, file.py:Class, names, a subclass of `kind`. `option`: the option that has the text,
+    for messages. Errors: InputError if there is no such class."""
     file, _, name = text.rpartition(":")
     if not os.path.isfile(file):
         raise InputError(f"{option} {text!r}: there is no file {file!r}; expected file.py:Class")
@@ -47,7 +48,8 @@ def load_class(option: str, text: str, kind: type) -> type:
     cls = vars(module).get(name)
     if not isinstance(cls, type) or not issubclass(cls, kind):
         of_kind = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, kind)]
-        own = [key for key in of_kind if vars(module)[key].__module__ == module.__name__]  # not imported ones
+        # The message leaves out classes that the file only imports.
+        own = [key for key in of_kind if vars(module)[key].__module__ == module.__name__]
         raise InputError(
             f"{option} {text!r}: {file} has no class {name} of normformer_rs.{kind.__name__}; it has {own}"
         )
@@ -62,7 +64,7 @@ def _module(file: str) -> ModuleType:
         source = opened.read()
     stem = re.sub(r"\W", "_", os.path.basename(file).removesuffix(".py"))
     name = f"{_PREFIX}{stem}_{hashlib.sha256(source).hexdigest()[:16]}"
-    # An equal file in another folder is a module of its own.
+    # An equal file in another folder has a module of its own.
     if name in sys.modules and sys.modules[name].__file__ != path:
         name += "_" + hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:8]
     if name in sys.modules:
@@ -95,13 +97,15 @@ class FromFile:
 
 
 def _new(module: str, name: str) -> Any:
-    """Returns an empty object of a file's class, for unpickling. Errors: InputError if the file is not loaded."""
-    content = re.match(rf"{_PREFIX}(\w+)_[0-9a-f]{{16}}", module)
+    """Returns an empty object of the class `name` of a file's `module`, for unpickling. Errors: InputError if the file
+    is not loaded."""
+    # The module's name, as `_module` makes it: [1] is the file's stem; the digest of its content follows.
+    parsed = re.match(rf"{_PREFIX}(\w+)_[0-9a-f]{{16}}", module)
     loaded = sys.modules.get(module)
-    if loaded is None and content is not None:  # a file of the same name and content may be loaded from elsewhere
-        loaded = next((found for key, found in [*sys.modules.items()] if key.startswith(content[0])), None)
+    if loaded is None and parsed is not None:  # a file of the same name and content may be loaded from elsewhere
+        loaded = next((other for key, other in [*sys.modules.items()] if key.startswith(parsed[0])), None)
     if loaded is None:
-        stem = content[1] if content else module
+        stem = parsed[1] if parsed else module
         raise InputError(
             f"the pickle holds an object of the class {name} of a file {stem}.py: name that file first, as in "
             f'TransformerConfig(norm="{stem}.py:{name}"); a file that was edited since is another file'

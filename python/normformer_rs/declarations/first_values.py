@@ -25,6 +25,6 @@ def number(value: Any, what: str) -> float:
     if converted is None:
         shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:60]}…"
         raise InputError(f"{what} must be a finite number; got {shown}")
-    if not abs(converted) <= _LARGEST:  # true for NaN, too
+    if not abs(converted) <= _LARGEST:  # written so that it refuses NaN, for which every comparison is False
         raise InputError(f"{what} is {converted}: it must be finite in float32")
     return converted

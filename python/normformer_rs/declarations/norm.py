@@ -95,8 +95,9 @@ class Norm(FromFile):
         shape: Any = self.parameters[name].shape
         if isinstance(shape, str) and shape in ("one", "width"):
             return shape
-        given: list[Any] = [*shape] if isinstance(shape, (list, tuple)) else [shape]
-        sides: list[Any] = [self.given.get(side, side) if isinstance(side, str) else side for side in given]
+        stated: list[Any] = [*shape] if isinstance(shape, (list, tuple)) else [shape]
+        # An option's name stands for its value; "width" stays, because one declaration serves all widths.
+        sides: list[Any] = [self.given.get(side, side) if isinstance(side, str) else side for side in stated]
         fits = [
             side == "width" or (isinstance(side, (int, float)) and 1 <= side < 2**31 and side == int(side))
             for side in sides
@@ -121,7 +122,8 @@ class Norm(FromFile):
                     f"{self.name!r}: give one of them another name"
                 )
         d_head = config.d_model // max(config.heads, 1)
-        # of the stream, the feed-forward, one head, and all heads of keys
+        # A norm may have rows of these widths: the residual stream's, the feed-forward's, one head's, and that of all
+        # heads of keys. `max` only avoids a division by zero, because Rust refuses 0 heads later.
         widths = sorted({config.d_model, config.d_ff, d_head, (config.kv_heads or config.heads) * d_head})
         parameters = [
             {
@@ -158,6 +160,7 @@ The references are weak, so unused classes disappear."""
 _SERIALS: weakref.WeakValueDictionary[int, type[Norm]] = weakref.WeakValueDictionary()
 """The classes by their serial number in this process."""
 _NEXT = itertools.count(1)
+"""The serial numbers that no class has yet."""
 _SERIAL = "\x1f"
 """The separator between a declaration's source and its class's serial number. It is never written to a file."""
 _USED: list[tuple[int, tuple[type[Norm], ...]]] = []
@@ -186,11 +189,11 @@ def options_here(config: Any) -> str:
     """Returns `config.to_json()` for a model of this process: each of the user's own norms refers to its class by
     serial number, so that a later class of the same name changes nothing. The text is never written to a file."""
     text = config.to_json()
-    found = {key: norm for key in _OPTIONS if isinstance(norm := getattr(config, key), Norm)}
-    if not found:
+    own = {key: norm for key in _OPTIONS if isinstance(norm := getattr(config, key), Norm)}
+    if not own:
         return text
     options = json.loads(text)
-    for key, norm in found.items():
+    for key, norm in own.items():
         options[key]["source"] += f"{_SERIAL}{type(norm)._serial}"  # type: ignore[attr-defined]
     return json.dumps(options)
 
@@ -245,8 +248,10 @@ def declared(data: Mapping[str, Any]) -> Norm:
         )
     fitting = _fitting_of(name, data)
     if len(fitting) > 1:
-        fitting.clear()  # these norms hold their classes
-        gc.collect()  # drops classes that nothing holds
+        # Classes of earlier runs of a notebook's cell may only wait for the garbage collector. The norms in the list
+        # would keep them alive.
+        fitting.clear()
+        gc.collect()
         fitting = _fitting_of(name, data)
     if len(fitting) > 1:
         raise InputError(
@@ -286,6 +291,7 @@ def _check_data(data: Any) -> None:
 
 
 def _is_number(value: Any) -> bool:
+    """True for a number of JSON. True and False are none, although Python counts them as integers."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -295,13 +301,14 @@ def _known(name: str) -> list[type[Norm]]:
 
 
 def _fitting_of(name: str, data: Mapping[str, Any]) -> list[Norm]:
-    """Returns a norm of each class that declares these data; of classes that compute the same, only the newest's."""
-    found: list[Norm] = []
+    """Returns a norm of each class with this name that declares these data. Of classes that compute the same, only the
+    newest counts."""
+    fitting: list[Norm] = []
     for cls in _known(name):
         norm = _fitting(cls, data)
-        if norm is not None and not any(_alike(type(other), cls) for other in found):
-            found.append(norm)
-    return found
+        if norm is not None and not any(_alike(type(other), cls) for other in fitting):
+            fitting.append(norm)
+    return fitting
 
 
 def _fitting(cls: type[Norm], data: Mapping[str, Any]) -> Norm | None:
@@ -325,12 +332,12 @@ def _alike(one: type[Norm], other: type[Norm]) -> bool:
     def own(cls: type[Norm]) -> dict[str, Any]:
         """Returns the attributes that a class adds to `Norm`, except for its declarations."""
         declared = {"name", "equation", "source", "parameters", "options", "_serial", "_found"}
-        # [: …]: the class and its bases before `Norm`
+        # Only the class, and those of its bases that derive from `Norm`, count.
         names = {name for kind in cls.__mro__[: cls.__mro__.index(Norm)] for name in vars(kind)} - declared
         return {name: getattr(cls, name) for name in names if name == "__init__" or not name.startswith("__")}
 
     def same(a: Any, b: Any) -> bool:
-        """True if two attributes are equal. Functions are, if they have the same code and read the same globals."""
+        """True if two attributes are equal. Functions are equal if their code is, and if they read the same globals."""
         if isinstance(a, FunctionType) and isinstance(b, FunctionType):
             same_code = (a.__code__, a.__defaults__, a.__kwdefaults__) == (b.__code__, b.__defaults__, b.__kwdefaults__)
             # A closure's values may differ, so functions with one are equal only if they are one object.
@@ -343,6 +350,7 @@ def _alike(one: type[Norm], other: type[Norm]) -> bool:
 
 
 def _place(cls: type[Norm]) -> str:
+    """Returns a class's name with its module, for messages."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -364,6 +372,7 @@ def _of(declaration: str) -> Norm:
 
 
 _defined: list[Any] = []
+"""The library of `_define`, once it is defined. It must live as long as the process."""
 
 
 def _define() -> None:
@@ -377,7 +386,7 @@ def _define() -> None:
     parameters = ", ".join(f"Tensor? p{i}" for i in range(8))  # as many as a norm may declare
     library.define(f"own_norm(Tensor x, {parameters}, str declaration) -> Tensor")
     library.impl("own_norm", _run, "CompositeImplicitAutograd")
-    _defined.append(library)  # keeps it for the life of the process
+    _defined.append(library)  # torch removes the operator once its library is deleted
 
 
 def _run(x: Any, *given: Any) -> Any:
@@ -387,7 +396,8 @@ def _run(x: Any, *given: Any) -> Any:
 
 
 def in_wide(norm: Norm, x: Any, parameters: Any) -> Any:
-    """Returns y = N(x) in x's dtype, computed in f32 at least. Errors: InputError if y has another shape than x."""
+    """Returns y = N(x) in x's dtype, computed in f32 at least. `parameters`: the values that `normalize` gets, in
+    order. Errors: InputError if y has another shape than x."""
     import torch
 
     wide = torch.promote_types(x.dtype, torch.float32)
