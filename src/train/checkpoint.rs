@@ -236,6 +236,7 @@ fn names_in(folder: &Path) -> String {
 }
 
 impl Manifest {
+    /// Reads a checkpoint's `state.json`. Errors if the file is damaged, of another kind or of a later format.
     fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(STATE);
         let missing = || Error::io("read", &path, io::ErrorKind::NotFound.into());
@@ -278,11 +279,13 @@ impl Manifest {
         found.is_some() && found == self.files.get(MODEL).map(|digest| digest.bytes)
     }
 
+    /// Returns the length and the CRC-32 that the manifest lists for the file `name`.
     fn digest(&self, folder: &Path, name: &str) -> Result<Digest> {
         let missing = || damaged(&folder.join(STATE), format!("it does not list {name}"));
         self.files.get(name).copied().ok_or_else(missing)
     }
 
+    /// Reads the options in the checkpoint's `config.json`, after checking the file's length and CRC-32.
     fn config(&self, folder: &Path) -> Result<Value> {
         let path = folder.join(CONFIG);
         let mut file = CheckedFile::open(&path, self.digest(folder, CONFIG)?)?;
@@ -301,6 +304,7 @@ struct CheckedFile<'a> {
 }
 
 impl<'a> CheckedFile<'a> {
+    /// Opens a file. Errors if its length is not the expected one.
     fn open(path: &'a Path, expected: Digest) -> Result<Self> {
         let file = atomic::open(path, File::options().read(true)).map_err(|e| match e {
             Error::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => {
@@ -334,6 +338,7 @@ impl<'a> CheckedFile<'a> {
     }
 }
 
+/// Returns the error for a damaged file of a checkpoint.
 fn damaged(path: &Path, why: String) -> Error {
     Error::invalid(format!(
         "{} is damaged: {why}; use another checkpoint (--checkpoint, or --from-checkpoint with --resume)",
@@ -341,6 +346,7 @@ fn damaged(path: &Path, why: String) -> Error {
     ))
 }
 
+/// Returns a value as indented JSON.
 fn json(value: &impl Serialize) -> Result<String> {
     serde_json::to_string_pretty(value).map_err(|e| Error::invalid(format!("the state cannot be written as JSON: {e}")))
 }

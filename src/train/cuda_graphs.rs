@@ -47,7 +47,7 @@ pub struct Graphs {
     max_tokens: usize,
     device: Device,
     /// The shapes seen so far. A shape is recorded with its second batch, because the first one loads kernels and
-    /// libraries, which then make one-time choices, such as of an algorithm.
+    /// libraries, which then make one-time choices, such as of an algorithm. The flag is `is_partial`.
     seen: HashSet<(Shape, bool)>,
     /// The recorded graphs, by shape and by `is_partial`.
     graphs: HashMap<(Shape, bool), Graph>,
@@ -108,6 +108,7 @@ impl Graphs {
 }
 
 impl Graph {
+    /// Records the pass of `step` over a batch. The batch's tensors become the graph's input, at addresses that stay.
     fn record(
         recorder: &mut dyn Recorder,
         step: &Rc<TrainStep>,
@@ -125,6 +126,7 @@ impl Graph {
         Ok(Graph { buffer, recorded, sums })
     }
 
+    /// Copies a batch of the graph's shape into the graph's buffer, and replays the graph.
     fn run(&mut self, batch: &mut MicroBatch) -> Result<LossSums> {
         self.buffer.reload(batch)?;
         self.replay()
@@ -216,6 +218,7 @@ mod tests {
 
     const MAX_TOKENS: usize = 128;
 
+    /// Returns batches of sentence pairs if `sides` is 2, otherwise of language modelling.
     fn batches(sides: usize) -> Vec<Batch> {
         let side =
             |step: usize| (0..60).map(|i| (0..1 + i * step % 19).map(|w| 4 + (i + w) as u32 % 16).collect()).collect();
@@ -227,6 +230,7 @@ mod tests {
         all.iter().map(|sentences| collate(&corpus, sentences)).collect()
     }
 
+    /// Returns the training step of a small model with these options, which are entries of a JSON object.
     fn step(options: &str) -> Rc<TrainStep> {
         let text = format!(
             r#"{{"vocab_size": 20, "d_model": 16, "d_ff": 24, "heads": 2, "encoder_layers": 2, "decoder_layers": 2,
@@ -272,7 +276,7 @@ mod tests {
         let parameters = &step.model.parameters;
         results.extend(parameters.tensors().iter().map(Tensor::grad));
         results.extend(parameters.buffers().map(|(_, t)| t.to_kind(Kind::Double)));
-        results.extend(parameters.attentions().iter().map(|one| one.largest.copy()));
+        results.extend(parameters.attentions().iter().map(|attention| attention.largest.copy()));
         results
     }
 
@@ -281,6 +285,7 @@ mod tests {
         Turn { seed, scale: 0.01, is_partial: seed[1] % 2 == 0 }
     }
 
+    /// Runs the step on a batch without graphs and padding.
     fn plain(step: &Rc<TrainStep>, batch: &Batch, seed: [i64; 3]) -> LossSums {
         step.run(&MicroBatch::on_host(batch, None, turn(seed), Device::Cpu).unwrap()).unwrap()
     }

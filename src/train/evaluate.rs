@@ -69,7 +69,7 @@ pub fn evaluate_loss(
 }
 
 /// Returns BLEU of the model's translations of the validation sources, with pieces joined to words. `check_interrupt`
-/// runs at each step of a search.
+/// runs at each step of a search. `mask` is the target vocabulary.
 pub fn evaluate_bleu(
     model: &Transformer,
     Validation { batches, references, tokenize }: &Validation,

@@ -23,6 +23,7 @@ pub struct TrainStep {
     pub group: ProcessGroup,
     /// The flat buffers in which linear layers accumulate gradients on a CPU; `None` on a GPU.
     pub flat: Option<Rc<FlatBuffers>>,
+    /// The buffer for the loss's logits.
     pub workspace: RefCell<Workspace>,
 }
 
@@ -42,6 +43,7 @@ impl TrainStep {
         self.model.profile(&batch.input.read, self.context(&batch.seed))
     }
 
+    /// Returns the context of a pass in training mode; `seed` is that of dropout.
     pub(super) fn context(&self, seed: &Tensor) -> Context {
         Context::training(Rates::of(&self.model.config), seed.shallow_clone(), self.kind)
     }

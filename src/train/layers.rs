@@ -23,15 +23,17 @@ pub struct Layers {
 
 /// The numbers of [`Layers`] while they travel from the device to the host.
 pub struct PendingLayers {
+    /// The names of the layers, of the gains and of the attention heads.
     layers: Vec<String>,
     gains: Vec<String>,
     heads: Vec<String>,
+    /// One number for each gain, then for each layer, then for each head.
     numbers: Pending,
 }
 
 impl PendingLayers {
     /// Queues the computation of the numbers on the device. This must happen after gradients are summed over ranks, and
-    /// before the optimizer's step, which clips gradients and resets the largest logits.
+    /// before the optimizer's step, which clips gradients and resets the largest logits. `clip` has the largest logits.
     pub fn of(parameters: &Parameters, clip: Option<&QkClip>) -> Result<Self> {
         no_grad(|| {
             let (mut norms_by_layer, mut gains) = (BTreeMap::<&str, Vec<Tensor>>::new(), Vec::new());
@@ -50,6 +52,7 @@ impl PendingLayers {
             }
             let layers = norms_by_layer.into_keys().map(str::to_string).collect();
             let mut parts = vec![Tensor::f_stack(&numbers, 0)?];
+            // The largest logits are the last part.
             parts.extend(clip.map(QkClip::largest).transpose()?);
             let heads = clip.map_or_else(Vec::new, QkClip::heads);
             Ok(PendingLayers { layers, gains, heads, numbers: Pending::of(&Tensor::f_cat(&parts, 0)?)? })
@@ -83,7 +86,8 @@ fn layer_of(name: &str) -> &str {
     name.split('.').next().unwrap_or(name)
 }
 
-/// True if the parameter belongs to a norm or scheme and is not a bias, as in `nn.learned_gains`.
+/// True if the parameter belongs to a norm or scheme and is not a bias, as in `nn.learned_gains`. `dimensions` is its
+/// number of dimensions.
 fn is_gain(name: &str, dimensions: usize) -> bool {
     let mut parts = name.rsplit('.');
     let (leaf, module) = (parts.next().unwrap_or(name), parts.next());

@@ -34,11 +34,12 @@ pub struct LossSums {
     pub nll: Tensor,
 }
 
-/// The loss function.
+/// The loss function: cross-entropy with label smoothing over the target vocabulary V_t, and the z-loss.
 pub struct Objective {
     /// bool (V), true in the target vocabulary; `None` if it contains all entries.
     pub mask: Option<Tensor>,
     smoothing: kernel::Smoothing,
+    /// The entries of V_t; `None` if it contains all entries.
     entries: Option<TargetEntries>,
     /// The factor of the square of log Σ exp(logits), which training adds to the loss.
     pub z_loss: f64,
@@ -54,6 +55,7 @@ struct TargetEntries {
 }
 
 impl TargetEntries {
+    /// The column of PAD: rows with this target do not count.
     const IGNORED: i64 = -1;
 
     /// Numbers the columns of logits from 0, one for each entry that the mask allows.
@@ -74,7 +76,8 @@ pub struct Workspace {
 }
 
 impl Workspace {
-    /// Returns the first `rows` rows of the buffer. Replaces the buffer if its width, type or device does not fit.
+    /// Returns the first `rows` rows of the buffer. Replaces the buffer if its width is not `cols`, its type is not
+    /// `kind`, or its device is not that of `like`.
     fn block(&mut self, rows: i64, cols: i64, kind: Kind, like: &Tensor) -> Result<Tensor> {
         let fits = |t: &Tensor| t.size()[1] == cols && t.kind() == kind && t.device() == like.device();
         if !self.logits.as_ref().is_some_and(fits) {
@@ -86,6 +89,7 @@ impl Workspace {
 }
 
 impl Objective {
+    /// Builds the loss without z-loss. `mask`, bool (V), is true in the target vocabulary; `None` means all entries.
     pub fn new(mask: Option<Tensor>, smoothing: kernel::Smoothing) -> Result<Self> {
         let entries = mask.as_ref().map(TargetEntries::of).transpose()?;
         Ok(Objective { mask, smoothing, entries, z_loss: 0.0 })
@@ -117,7 +121,8 @@ impl Objective {
     }
 
     /// Returns the sums of the loss over `features` (rows, d), and back-propagates `scale`·Σ loss into the model.
-    /// `scale` is 0-dim f64 on the same device.
+    /// `targets` is int64 (rows), and `scale` 0-dim f64, both on the same device. `kind` is the type of matrix
+    /// products. `flat` is the flat buffers; `None` on a GPU.
     pub fn backward(
         &self,
         model: &Transformer,
@@ -175,7 +180,8 @@ impl Objective {
         Ok(sums)
     }
 
-    /// Returns the sums of the loss, without gradients.
+    /// Returns the sums of the loss without gradients and without the z-loss. The arguments are those of
+    /// [`backward`](Self::backward).
     pub fn forward(
         &self,
         model: &Transformer,
@@ -254,11 +260,13 @@ fn rows_of(t: &Tensor, entries: Option<&TargetEntries>) -> Result<Tensor> {
 }
 
 impl LossSums {
+    /// Returns sums of 0 on the device of `like`.
     fn zero(like: &Tensor) -> Result<Self> {
         let zero = || Tensor::f_zeros([0i64; 0].as_slice(), (Kind::Double, like.device()));
         Ok(LossSums { loss: zero()?, nll: zero()? })
     }
 
+    /// Adds the losses of the rows of a block.
     fn add(&mut self, loss: &Tensor, nll: &Tensor) -> Result<()> {
         for (sum, rows) in [(&mut self.loss, loss), (&mut self.nll, nll)] {
             let _ = sum.f_add_(&rows.f_sum(Kind::Double)?)?;
@@ -292,6 +300,7 @@ mod tests {
 
     const V: i64 = 40;
 
+    /// Builds a small model with `V` vocabulary entries, always the same for the same options.
     fn model(fixnorm: bool, logit_softcap: Option<f64>) -> Transformer {
         let config = TransformerConfig {
             vocab_size: V,

@@ -24,6 +24,7 @@ pub struct Shape {
 }
 
 impl Shape {
+    /// Returns the padded shape of one side, which has this number of rows.
     fn padded_shape(self, rows: i64) -> PaddedShape {
         PaddedShape { rows, sentences: self.sentences, longest: self.longest }
     }

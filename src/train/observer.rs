@@ -81,6 +81,7 @@ pub struct Update {
     pub statistics: Option<Watched>,
 }
 
+/// The event after an evaluation on the validation set. Losses are in nats per target token.
 #[derive(Clone, Debug, Serialize)]
 pub struct Evaluation {
     pub update: u64,
@@ -88,8 +89,11 @@ pub struct Evaluation {
     pub loss: f64,
     pub nll: f64,
     pub perplexity: f64,
+    /// `None` if BLEU was not computed.
     pub bleu: Option<f64>,
+    /// True if this is the best evaluation of the run so far.
     pub best: bool,
+    /// The duration of this evaluation.
     pub seconds: f64,
 }
 

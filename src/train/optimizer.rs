@@ -41,10 +41,13 @@ const SECOND: &str = "exp_avg_sq";
 const CLIP_EPS: f64 = 1e-6;
 
 pub struct Optimizer {
+    /// The elements of all parameters, in one dimension.
     parameters: Tensor,
+    /// The elements of all gradients, at the same indices.
     gradients: Tensor,
     /// Adam's first moments, of the parameters that Adam updates.
     first: Tensor,
+    /// Adam's second moments, of the same parameters.
     second: Tensor,
     /// For each parameter that Adam updates: its range in the buffers and its shape.
     places: BTreeMap<String, (Range<usize>, Vec<i64>)>,
@@ -227,6 +230,7 @@ impl Optimizer {
         adam::Adam { lr, beta1, beta2, eps, weight_decay: weight_decay * multipliers.weight_decay, step }
     }
 
+    /// Returns the source of random bits with which update `step` rounds the moments of a segment.
     fn rounding(&self, step: u64, segment: &Segment) -> Rounding {
         Rounding { seed: self.seed, update: step as u32, first: segment.elements.start }
     }
@@ -267,7 +271,7 @@ impl Optimizer {
             false => scale,
         };
         let scale = scale.f_to_kind(Kind::Float)?;
-        let number = |v: f64| Tensor::f_full([1i64].as_slice(), v, (Kind::Float, norm.device()));
+        let one_number = |v: f64| Tensor::f_full([1i64].as_slice(), v, (Kind::Float, norm.device()));
         for segment in &self.segments {
             let adam = self.adam(step, lr, &segment.multipliers);
             let buffers = AdamBuffers {
@@ -276,8 +280,8 @@ impl Optimizer {
                 second: &segment.of(&self.second)?,
                 gradients: &segment.of(&self.gradients)?,
                 grad_scale: &scale,
-                step_size: &number(adam.step_size())?,
-                keep: &number(1.0 - adam.lr * adam.weight_decay)?,
+                step_size: &one_number(adam.step_size())?,
+                keep: &one_number(1.0 - adam.lr * adam.weight_decay)?,
             };
             let adam::Adam { beta1, beta2, eps, .. } = adam;
             let rounding = self.rounding(step, segment);
@@ -326,7 +330,7 @@ impl Optimizer {
         });
     }
 
-    /// Returns the part of a buffer of moments that belongs to a parameter.
+    /// Returns the part of a buffer of moments that belongs to the parameter `name`, with the parameter's shape.
     fn moment(&self, moment: &Tensor, name: &str) -> Result<Tensor> {
         let (place, shape) = &self.places[name];
         Ok(moment.f_narrow(0, place.start as i64, place.len() as i64)?.f_view(shape.as_slice())?)
@@ -335,14 +339,14 @@ impl Optimizer {
     /// Returns the state under the names that it has in a checkpoint, those of torch's optimizers: `exp_avg.NAME` and
     /// `exp_avg_sq.NAME` for parameters that Adam updates, and `momentum_buffer.NAME` for Muon's.
     fn state(&self) -> Result<BTreeMap<String, Tensor>> {
-        let mut found = BTreeMap::new();
+        let mut tensors = BTreeMap::new();
         for (kind, moment) in [(FIRST, &self.first), (SECOND, &self.second)] {
             for name in self.places.keys() {
-                found.insert(format!("{kind}.{name}"), self.moment(moment, name)?);
+                tensors.insert(format!("{kind}.{name}"), self.moment(moment, name)?);
             }
         }
-        found.extend(self.ruled.iter().flat_map(Ruled::state));
-        Ok(found)
+        tensors.extend(self.ruled.iter().flat_map(Ruled::state));
+        Ok(tensors)
     }
 
     /// Returns the state as arrays for a checkpoint.
@@ -352,6 +356,7 @@ impl Optimizer {
 
     /// Reads the state from a checkpoint of the same model and optimizer. Tensors of another type are converted.
     pub fn load(&mut self, arrays: &BTreeMap<String, Array>) -> Result<()> {
+        // The tensors of the state share the optimizer's memory, so copying into them sets the optimizer's state.
         for (key, mut own) in self.state()? {
             let array = arrays.get(&key).ok_or_else(|| {
                 Error::invalid(format!(
@@ -397,6 +402,7 @@ fn host<E: Element>(t: &Tensor) -> &[E] {
     unsafe { std::slice::from_raw_parts(t.data_ptr().cast(), t.numel()) }
 }
 
+/// Returns the elements of a buffer for writing; see [`host`].
 #[allow(clippy::mut_from_ref)]
 fn host_mut<E: Element>(t: &Tensor) -> &mut [E] {
     // SAFETY: see `host`. `update_on_cpu` is the only caller, and uses each buffer once at a time. It is only called
@@ -413,6 +419,7 @@ mod tests {
 
     const ALONE: ProcessGroup = ProcessGroup::ALONE;
 
+    /// Builds an optimizer for the default model.
     fn optimizer(clip_norm: f64) -> Optimizer {
         optimizer_of("{}", clip_norm)
     }
@@ -422,11 +429,14 @@ mod tests {
         decaying(model, clip_norm, DecayOf::All)
     }
 
+    /// Builds an optimizer with weight decay of some parameters.
     fn decaying(model: &str, clip_norm: f64, weight_decay_of: DecayOf) -> Optimizer {
         let config = TrainingConfig { clip_norm, weight_decay: 0.1, weight_decay_of, ..Default::default() };
         configured(model, &config)
     }
 
+    /// Builds an optimizer for parameters named as in a model with two encoder layers and one decoder layer. `model` has
+    /// the model's options (JSON).
     fn configured(model: &str, config: &TrainingConfig) -> Optimizer {
         let mut b = Builder::fresh(4, Device::Cpu, Kind::Float);
         let _ = b.parameter("embedding.weight", &[7, 5], &Fill::Constant(0.3)).unwrap();
@@ -462,6 +472,7 @@ mod tests {
         assert!(segments.windows(2).all(|pair| pair[0].elements.end == pair[1].elements.start));
     }
 
+    /// Returns a random gradient for all parameters.
     fn gradient(optimizer: &Optimizer, seed: i64) -> Tensor {
         tch::manual_seed(seed);
         Tensor::randn(optimizer.gradients.size(), (Kind::Float, Device::Cpu))
@@ -512,9 +523,9 @@ mod tests {
             let config = TrainingConfig { optimizer: name, clip_norm: 1.0, weight_decay: 0.1, ..Default::default() };
             let [mut cpu, mut device] = [(); 2].map(|()| configured("{}", &config));
             let names: Vec<_> = cpu.to_arrays().unwrap().into_keys().collect();
-            let of = |leaf: &str| names.iter().filter(|name| name.ends_with(leaf)).count();
-            assert_eq!(of("encoder.layers.0.linear1.weight"), count, "{names:?}");
-            assert_eq!(of("embedding.weight"), if name == Lion { 1 } else { 2 }, "{names:?}");
+            let count_of = |leaf: &str| names.iter().filter(|name| name.ends_with(leaf)).count();
+            assert_eq!(count_of("encoder.layers.0.linear1.weight"), count, "{names:?}");
+            assert_eq!(count_of("embedding.weight"), if name == Lion { 1 } else { 2 }, "{names:?}");
             let (start, finite) = (cpu.parameters.copy(), Tensor::from(2.5));
             for step in 1..4 {
                 let gradient = gradient(&cpu, step);

@@ -28,6 +28,7 @@ pub fn peak_of_update(
     let (group, workspace) = (ProcessGroup::ALONE, Default::default());
     let step = TrainStep { model, objective, kind, recompute, measures_logits, group, flat, workspace };
     step.model.set_update(1)?;
+    // The seed of dropout is (seed, update, micro-batch). Any seed measures the same memory.
     let turn = Turn { seed: [0, 1, 0], scale: 1.0, is_partial: false };
     let run = || {
         let micro_batch = MicroBatch::on_host(batch, None, turn, Device::Cpu)?.to(Device::Cpu)?;

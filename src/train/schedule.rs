@@ -12,9 +12,13 @@ pub struct Schedule {
     /// The rate after warm-up that the options give; `None` for the schedule's own, usually λ/√d·n_w^-½ (TwT eq 7; TwT
     /// is Nguyen & Salazar 2019).
     peak: Option<f64>,
+    /// λ of TwT eq 7, which only matters if `peak` is `None`.
     scale: f64,
+    /// The factor of every rate.
     multiplier: f64,
+    /// The number of updates of warm-up, n_w.
     warmup: f64,
+    /// The rate at n = 0, at which a linear warm-up begins.
     warmup_init: f64,
     /// The number n of the first update: 1, or 0 as fairseq counts.
     first: f64,
@@ -33,7 +37,9 @@ pub struct Schedule {
 #[derive(Clone, Debug, PartialEq)]
 struct Decay {
     rule: DecayRule,
+    /// The factor of one lowering.
     factor: f64,
+    /// The number of evaluations that `rule` looks at.
     patience: usize,
 }
 
@@ -42,6 +48,7 @@ struct Decay {
 pub struct ScheduleMemory {
     /// The factor by which the rate has been lowered so far.
     factor: f64,
+    /// The scores of all evaluations, in order; higher is better.
     scores: Vec<f64>,
     /// The number of evaluations since the best one, or since the rate was last lowered.
     #[serde(default)]
@@ -63,9 +70,11 @@ impl ScheduleMemory {
 
 /// The period P of the `t-fixup` schedule.
 const T_FIXUP_PERIOD: f64 = 4000.0;
+/// The rate of the `no-warmup` schedule if the options give none.
 const NO_WARMUP_LR: f64 = 3e-4;
 
 impl Schedule {
+    /// Builds the schedule that the options describe; `d_model` is the width that TwT eq 7 depends on.
     pub fn new(config: &TrainingConfig, d_model: i64) -> Self {
         Schedule {
             name: config.schedule,
@@ -143,6 +152,7 @@ impl Schedule {
         !self.is_warming(update) && !self.name.falls_to_the_end()
     }
 
+    /// Returns n for the `update`-th update.
     fn number(&self, update: u64) -> f64 {
         update as f64 - 1.0 + self.first
     }
@@ -222,6 +232,7 @@ impl Schedule {
 mod tests {
     use super::*;
 
+    /// Builds a schedule for d_model = 512.
     fn schedule(name: ScheduleName, lr: Option<f64>, warmup: i64) -> Schedule {
         Schedule::new(&TrainingConfig { schedule: name, lr, warmup, ..Default::default() }, 512)
     }
@@ -305,6 +316,7 @@ mod tests {
         assert_eq!(s.learning_rate(1), 0.5);
     }
 
+    /// Returns options whose rate is 1 until evaluations lower it.
     fn config_of(factor: f64, patience: i64) -> TrainingConfig {
         TrainingConfig {
             schedule: ScheduleName::NoWarmup,

@@ -69,7 +69,7 @@ impl Progress {
     /// option that has such an effect. `has_bleu` is true if evaluations measure BLEU.
     pub fn forget(&mut self, changes: &[OptionChange], criterion: Criterion, has_bleu: bool) -> Vec<String> {
         let mut messages = Vec::new();
-        // Without BLEU, the loss is the criterion.
+        // If BLEU is not measured, the loss chooses the best checkpoint.
         let criterion = if has_bleu { criterion } else { Criterion::Loss };
         for change in changes {
             let mut forgotten = Vec::new();
@@ -122,7 +122,7 @@ pub struct Trainer {
     pause: Option<PathBuf>,
     /// The name of the best checkpoint. The best score in `progress` is this checkpoint's.
     best: Option<String>,
-    /// The time when the last update's numbers arrived.
+    /// The time when the latest update's numbers arrived.
     last: Instant,
     /// (seconds, target tokens) of each of the latest updates.
     pace: std::collections::VecDeque<(f64, usize)>,
@@ -334,7 +334,8 @@ impl Trainer {
                 let update = self.progress.update;
                 // If this update has been evaluated, its checkpoint has been saved already.
                 let is_saved = update > 0 && self.progress.evaluated == update;
-                let saved = if is_saved { Ok(()) } else { self.save(false, true, observer) };
+                let (is_best, is_pause) = (false, true);
+                let saved = if is_saved { Ok(()) } else { self.save(is_best, is_pause, observer) };
                 // The error of a failed save comes before the message that everything is saved.
                 let ended = saved.err().unwrap_or_else(|| {
                     Error::Interrupted(format!(
@@ -395,8 +396,8 @@ impl Trainer {
         if number == 1 && !self.progress.keeps_gains && self.train_step.model.is_profiled() {
             if let (true, (_, batch)) = (self.group.is_first(), &batches[0]) {
                 let turn = Turn { seed: [seed, 0, 0], scale, is_partial: false };
-                let measured = MicroBatch::on_host(batch, None, turn, self.device)?;
-                self.train_step.profile(&measured.to(self.device)?)?;
+                let micro_batch = MicroBatch::on_host(batch, None, turn, self.device)?;
+                self.train_step.profile(&micro_batch.to(self.device)?)?;
             }
             self.optimizer.share_parameters(self.group)?;
         }
@@ -450,6 +451,7 @@ impl Trainer {
         watch(&self.train_step, first, &batch).map(Some)
     }
 
+    /// Runs the forward and backward pass of a micro-batch, by a CUDA graph if there is one.
     fn forward_backward(&mut self, batch: &Batch, turn: Turn) -> Result<LossSums> {
         match &mut self.graphs {
             Some(graphs) => graphs.run(&self.train_step, batch, turn),
@@ -552,7 +554,8 @@ impl Trainer {
             // The log lacks the line, so nothing is saved: a resumed run makes the evaluation again and logs it.
             return Err(error);
         }
-        self.save(best, false, observer)?;
+        let is_pause = false;
+        self.save(best, is_pause, observer)?;
         if self.group.is_first() {
             self.store.prune(self.config.keep.max(1) as usize)?;
         }
@@ -572,6 +575,7 @@ impl Trainer {
         Ok((score, bleu))
     }
 
+    /// Returns the event of an evaluation that began at `start`.
     fn evaluation(&self, score: Score, bleu: Option<f64>, best: bool, start: Instant) -> Evaluation {
         let cursor = self.progress.cursor;
         Evaluation {
@@ -586,6 +590,7 @@ impl Trainer {
         }
     }
 
+    /// Returns BLEU of the translations of the validation set; `None` without references.
     fn bleu(&self, observer: &mut dyn Observer) -> Result<Option<f64>> {
         if self.validation.references.is_empty() {
             return Ok(None);
@@ -613,11 +618,11 @@ impl Trainer {
     /// Writes a checkpoint. Then removes the one from which this run was resumed, if that was saved only because the
     /// user had stopped the run.
     fn write(&mut self, best: bool) -> Result<()> {
-        let json = |e: serde_json::Error| Error::invalid(format!("the state cannot be written: {e}"));
+        let not_written = |e: serde_json::Error| Error::invalid(format!("the state cannot be written: {e}"));
         let checkpoint = Checkpoint {
             model: to_arrays(&self.train_step.model.parameters)?,
             optimizer: self.optimizer.to_arrays()?,
-            state: serde_json::to_value(&self.progress).map_err(json)?,
+            state: serde_json::to_value(&self.progress).map_err(not_written)?,
             config: serde_json::json!({
                 "model": self.train_step.model.config, "training": self.config, "data": self.data
             }),
@@ -650,6 +655,7 @@ impl Trainer {
         None
     }
 
+    /// Returns the event before the first update.
     fn started(&self) -> Started {
         let vocabulary = self.vocabulary.len();
         let allowed = |mask: &Tensor| mask.f_sum(Kind::Int64).and_then(|n| n.f_int64_value(&[])).unwrap_or(0) as usize;

@@ -53,6 +53,7 @@ fn observe_stacks(step: &TrainStep, batch: &MicroBatch) -> Result<Vec<StackObser
             None
         }
     };
+    // `Rc::into_inner` needs the only reference to `watch`, and `ctx` has another.
     drop(ctx);
     Rc::into_inner(watch).expect("the pass is over").finish(loss.as_ref())
 }

@@ -33,6 +33,7 @@ pub struct Array {
 #[derive(Debug)]
 pub enum Bytes {
     Own(Vec<u8>),
+    /// The memory of a tensor.
     Held(Held<u8>),
 }
 

@@ -86,15 +86,16 @@ fn count_floats(array: &Array) -> usize {
 
 /// Adds a model's arrays of floating-point numbers to the sums, which have the order of `model`.
 fn add_arrays(sums: &mut [Vec<f64>], model: &Arrays) -> Result<()> {
-    fn each<const N: usize>(sum: &mut [f64], data: &[u8], number: impl Fn([u8; N]) -> f64) {
-        sum.iter_mut().zip(data.as_chunks().0).for_each(|(s, &bytes)| *s += number(bytes));
+    // `N` is the number of bytes of an element, and `number` converts these bytes.
+    fn add<const N: usize>(sums: &mut [f64], data: &[u8], number: impl Fn([u8; N]) -> f64) {
+        sums.iter_mut().zip(data.as_chunks().0).for_each(|(sum, &bytes)| *sum += number(bytes));
     }
     for (sum, (name, array)) in sums.iter_mut().zip(model) {
         match array.dtype {
-            Dtype::F64 => each(sum, &array.data, f64::from_le_bytes),
-            Dtype::F32 => each(sum, &array.data, |b| f32::from_le_bytes(b).into()),
-            Dtype::BF16 => each(sum, &array.data, |b| bf16::from_le_bytes(b).into()),
-            Dtype::F16 => each(sum, &array.data, |b| f16::from_le_bytes(b).into()),
+            Dtype::F64 => add(sum, &array.data, f64::from_le_bytes),
+            Dtype::F32 => add(sum, &array.data, |b| f32::from_le_bytes(b).into()),
+            Dtype::BF16 => add(sum, &array.data, |b| bf16::from_le_bytes(b).into()),
+            Dtype::F16 => add(sum, &array.data, |b| f16::from_le_bytes(b).into()),
             Dtype::BOOL | Dtype::U8 | Dtype::I8 | Dtype::I16 | Dtype::U16 => (),
             Dtype::I32 | Dtype::U32 | Dtype::I64 | Dtype::U64 => (),
             other => return Err(Error::invalid(format!("array {name:?} is {other:?}, which has no average"))),
@@ -108,16 +109,18 @@ fn write_means<const N: usize>(data: &mut [u8], sums: &[f64], n: f64, to_bytes: 
     data.as_chunks_mut().0.iter_mut().zip(sums).for_each(|(target, sum)| *target = to_bytes(sum / n));
 }
 
-/// Returns the first difference between two models' arrays: a name, a dtype or a shape.
-fn array_difference(a: &Arrays, b: &Arrays) -> Option<String> {
-    let lacking = |a: &Arrays, b: &Arrays| a.keys().find(|name| !b.contains_key(*name)).cloned();
-    if let Some(name) = lacking(a, b) {
+/// Describes the first difference between two models' arrays: a name, a dtype or a shape; `None` if there is none.
+fn array_difference(first: &Arrays, second: &Arrays) -> Option<String> {
+    let name_only_in = |a: &Arrays, b: &Arrays| a.keys().find(|name| !b.contains_key(*name)).cloned();
+    if let Some(name) = name_only_in(first, second) {
         return Some(format!("only the first has array {name:?}"));
     }
-    if let Some(name) = lacking(b, a) {
+    if let Some(name) = name_only_in(second, first) {
         return Some(format!("only the second has array {name:?}"));
     }
-    let ((name, a), (_, b)) = a.iter().zip(b).find(|((_, a), (_, b))| (a.dtype, &a.shape) != (b.dtype, &b.shape))?;
+    // Both maps are sorted and have the same names, so `zip` pairs the arrays by name.
+    let mut pairs = first.iter().zip(second);
+    let ((name, a), (_, b)) = pairs.find(|((_, a), (_, b))| (a.dtype, &a.shape) != (b.dtype, &b.shape))?;
     Some(format!(
         "array {name:?} is {:?} {:?} in the first, {:?} {:?} in the second",
         a.dtype, a.shape, b.dtype, b.shape

@@ -40,7 +40,9 @@ pub struct ResumePoint {
 /// The checkpoint that is the best one after a save.
 #[derive(Clone, Copy)]
 pub enum Best<'a> {
+    /// The saved checkpoint.
     This,
+    /// The checkpoint with this name; with `None` the best one stays.
     Named(Option<&'a str>),
 }
 
@@ -110,7 +112,9 @@ impl CheckpointStore {
             }
             None => directory(Path::new(what)),
             Some((update, saving)) => {
-                let fits = |(of, number): &Key| *of == update && (saving == 0 || *number == saving);
+                let fits = |(saved_update, saved_number): &Key| {
+                    *saved_update == update && (saving == 0 || *saved_number == saving)
+                };
                 let found = self.entries()?.into_iter().rfind(|(key, _)| fits(key));
                 let (_, folder) = found.ok_or_else(|| self.missing(what))?;
                 directory(&folder)
@@ -157,6 +161,7 @@ impl CheckpointStore {
     /// Errors if no checkpoint is complete, or if the newest has a later format.
     pub fn newest(&self) -> Result<Option<ResumePoint>> {
         let mut passed = Vec::new();
+        // The link leads to a checkpoint that is missing if, for example, the user has removed it.
         let link = self.target("last");
         if let Some(link) = link.filter(|link| !self.folder.join(name_of(*link)).exists()) {
             passed.push(format!("{} is missing, and last leads to it", self.folder.join(name_of(link)).display()));
@@ -324,7 +329,7 @@ impl CheckpointStore {
         Ok(name_of((update, latest.map_or(1, |(_, number)| number + 1))))
     }
 
-    /// Returns the key of the checkpoint to which a link leads.
+    /// Returns the key of the checkpoint to which the link `name` leads; `None` if it is no link to a checkpoint.
     fn target(&self, name: &str) -> Option<Key> {
         update_of(fs::read_link(self.folder.join(name)).ok()?.to_str()?)
     }
@@ -394,6 +399,7 @@ impl CheckpointStore {
         Error::Io { act, path, source: io::Error::new(source.kind(), format!("{source}; {kept}")) }
     }
 
+    /// Returns the error for a checkpoint `what` that does not exist. The message lists those that do.
     fn missing(&self, what: &str) -> Error {
         let mut has: Vec<String> = self.entries().unwrap_or_default().into_keys().map(name_of).collect();
         has.extend(NAMES.iter().filter(|name| self.named(name).is_some()).map(|name| name.to_string()));

@@ -8,6 +8,7 @@ use safetensors::Dtype;
 use std::collections::BTreeMap;
 use tch::{Device, Kind, Tensor};
 
+/// The types of tensors that a checkpoint can hold, with their names in safetensors.
 const KINDS: [(Kind, Dtype); 5] = [
     (Kind::Float, Dtype::F32),
     (Kind::Double, Dtype::F64),

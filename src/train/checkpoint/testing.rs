@@ -4,6 +4,7 @@ use serde_json::json;
 
 use super::{Array, Checkpoint, Dtype};
 
+/// Returns an f32 array of this shape.
 pub fn f32s(shape: &[usize], values: impl IntoIterator<Item = f32>) -> Array {
     Array { dtype: Dtype::F32, shape: shape.into(), data: values.into_iter().flat_map(f32::to_le_bytes).collect() }
 }

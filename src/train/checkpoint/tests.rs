@@ -6,6 +6,7 @@ use super::testing::{checkpoint, f32s};
 use super::*;
 use crate::testing::Scratch;
 
+/// Returns the message with which loading a checkpoint fails.
 fn refused(path: &Path) -> String {
     load(path).expect_err("a refusal").to_string()
 }
@@ -219,6 +220,7 @@ fn the_mean_is_taken_in_f64_and_the_rest_is_the_newest() {
     assert_eq!(average(&paths[..1], &mut || Ok(())).unwrap().model, load(&paths[0]).unwrap().model, "of one");
 }
 
+/// Returns the bytes of three numbers; `to` converts one number.
 fn bytes<const N: usize>(x: [f32; 3], to: impl Fn(f32) -> [u8; N]) -> Vec<u8> {
     x.into_iter().flat_map(to).collect()
 }

@@ -9,6 +9,7 @@ use tch::{Kind, Tensor};
 /// The coefficients a, b, c of the polynomial a·s + b·s³ + c·s⁵. Applied several times, it moves all singular values
 /// s near 1.
 const QUINTIC: [f64; 3] = [3.4445, -4.7750, 2.0315];
+/// The number of steps of the Newton–Schulz iteration.
 const STEPS: usize = 5;
 /// The smallest norm by which a matrix is divided.
 const EPS: f64 = 1e-7;
@@ -19,6 +20,7 @@ pub struct Muon {
     pub momentum: f64,
     pub nesterov: bool,
     pub scale: MuonScale,
+    /// True if each matrix keeps its Frobenius norm.
     pub on_sphere: bool,
     /// True if the iteration runs in bf16.
     pub in_bf16: bool,
@@ -35,7 +37,8 @@ impl Muon {
         }
     }
 
-    /// Returns the matrices with singular values near 1. `norms` has one number for each matrix.
+    /// Returns matrices with the same singular vectors, and singular values near 1. First divides each matrix by its
+    /// number in `norms`, (matrices, 1, 1), so that its singular values are at most 1.
     pub fn iterate(&self, matrices: &Tensor, norms: &Tensor) -> Result<Tensor> {
         let kind = if self.in_bf16 { Kind::BFloat16 } else { matrices.kind() };
         Ok(newton_schulz(&matrices.f_div(norms)?.f_to_kind(kind)?)?.f_to_kind(matrices.kind())?)
@@ -108,6 +111,7 @@ fn newton_schulz(matrices: &Tensor) -> Result<Tensor> {
     let mut x = if is_tall { matrices.f_mt()? } else { matrices.shallow_clone() };
     let [a, b, c] = QUINTIC;
     for _ in 0..STEPS {
+        // `u.f_baddbmm(v, w, β, α)` is β·u + α·vw.
         let gram = x.f_bmm(&x.f_mt()?)?;
         let polynomial = gram.f_baddbmm(&gram, &gram, b, c)?;
         x = x.f_baddbmm(&polynomial, &x, a, 1.0)?;

@@ -6,6 +6,7 @@ use crate::model::{AttentionHeads, Parameters};
 use crate::operator::ProcessGroup;
 use tch::{no_grad, Kind, Tensor};
 
+/// The limit for logits, and the attentions whose queries and keys it scales.
 pub struct QkClip {
     /// τ, the largest logit that stays as it is.
     limit: f64,
@@ -19,9 +20,10 @@ impl QkClip {
     /// host, transfers all of them.
     pub fn new(parameters: &Parameters, limit: f64) -> Result<Self> {
         let attentions: Vec<_> = parameters.attentions().iter().map(AttentionHeads::shallow_clone).collect();
-        let largest = Tensor::f_stack(&attentions.iter().map(|one| &one.largest).collect::<Vec<_>>(), 0)?;
-        for (row, one) in attentions.iter().enumerate() {
-            one.largest.shallow_clone().f_set_data(&largest.f_select(0, row as i64)?)?;
+        let largest = Tensor::f_stack(&attentions.iter().map(|heads| &heads.largest).collect::<Vec<_>>(), 0)?;
+        for (row, heads) in attentions.iter().enumerate() {
+            // The attention's own tensor now refers to a row of the joint tensor.
+            heads.largest.shallow_clone().f_set_data(&largest.f_select(0, row as i64)?)?;
         }
         Ok(QkClip { limit, largest, attentions })
     }
@@ -33,8 +35,8 @@ impl QkClip {
 
     /// Returns the names of all heads: the attention's name and the head's number.
     pub fn heads(&self) -> Vec<String> {
-        let heads = self.largest.size()[1];
-        self.attentions.iter().flat_map(|one| (0..heads).map(|head| format!("{}.{head}", one.name))).collect()
+        let count = self.largest.size()[1];
+        self.attentions.iter().flat_map(|heads| (0..count).map(|head| format!("{}.{head}", heads.name))).collect()
     }
 
     /// Returns the largest logits in the order of [`heads`](Self::heads), f64.
@@ -52,14 +54,15 @@ impl QkClip {
     /// nothing changes.
     pub fn apply(&self, is_alive: Option<&Tensor>) -> Result<()> {
         no_grad(|| {
-            for (row, one) in self.attentions.iter().enumerate() {
-                // Each row has the heads that share one head of keys.
-                let own = self.largest.f_select(0, row as i64)?.f_view([one.kv_heads, -1].as_slice())?;
-                let of_group = own.f_amax([-1i64].as_slice(), false)?;
-                let root = of_group.f_full_like(self.limit)?.f_div(&of_group)?.f_sqrt()?;
-                let exceeds = of_group.f_gt(self.limit)?;
+            for (row, heads) in self.attentions.iter().enumerate() {
+                // Each row of `logits` has the heads that share one head of keys.
+                let logits = self.largest.f_select(0, row as i64)?.f_view([heads.kv_heads, -1].as_slice())?;
+                let group_largest = logits.f_amax([-1i64].as_slice(), false)?;
+                let root = group_largest.f_full_like(self.limit)?.f_div(&group_largest)?.f_sqrt()?;
+                // Neither NaN nor −∞, which stands for no logits, exceeds the limit, so the factor is then 1.
+                let exceeds = group_largest.f_gt(self.limit)?;
                 let is_scaled = is_alive.map_or(Ok(exceeds.shallow_clone()), |alive| exceeds.f_logical_and(alive))?;
-                one.scale(&root.f_where_self(&is_scaled, &root.f_ones_like()?)?)?;
+                heads.scale(&root.f_where_self(&is_scaled, &root.f_ones_like()?)?)?;
             }
             Ok(())
         })
@@ -81,20 +84,22 @@ mod tests {
 
     const LIMIT: f64 = 2.0;
 
-    /// Returns a model with two heads of keys for four of queries, and its clip. The logits of the two groups are `of`.
-    fn clip(of: [f64; 2]) -> (Transformer, QkClip) {
+    /// Returns a model with two heads of keys for four of queries, and its clip. `largest` has each group's largest
+    /// logit.
+    fn clip(largest: [f64; 2]) -> (Transformer, QkClip) {
         let options = r#"{"vocab_size": 9, "d_model": 8, "heads": 4, "kv_heads": 2, "architecture": "decoder-only",
                           "decoder_layers": 1, "init": "normal"}"#;
         let model = Transformer::new(&from_json("model", options).unwrap(), 1, Device::Cpu, Kind::Double).unwrap();
         let clip = QkClip::new(&model.parameters, LIMIT).unwrap();
-        let logits = Tensor::from_slice(&[of[0], -9.0, -9.0, of[1]]);
+        let logits = Tensor::from_slice(&[largest[0], -9.0, -9.0, largest[1]]);
         model.parameters.attentions()[0].largest.shallow_clone().copy_(&logits);
         (model, clip)
     }
 
     /// Returns the factors by which the clip has multiplied the rows of the projections of queries, keys and values.
-    fn factors(of: [f64; 2], is_alive: Option<bool>) -> Vec<f64> {
-        let (model, clip) = clip(of);
+    fn factors(largest: [f64; 2], is_alive: Option<bool>) -> Vec<f64> {
+        let (model, clip) = clip(largest);
+        // The stacked projections: 8 rows of queries, 4 of keys and 4 of values.
         let weight = model.parameters.tensors().iter().find(|t| t.size() == [16, 8]).unwrap();
         let before = weight.detach().copy();
         clip.apply(is_alive.map(Tensor::from).as_ref()).unwrap();

@@ -96,14 +96,15 @@ pub fn apply(
 /// have the parameter's type.
 pub fn zeros(rule: &dyn Rule, p: &Tensor, kind: Kind) -> Result<Vec<Tensor>> {
     let size = p.size();
-    let zeros = |(i, (_, size)): (usize, (_, Vec<i64>))| {
+    let zeros = |(i, (_, state_size)): (usize, (_, Vec<i64>))| {
         let kind = if i == 0 { kind } else { p.kind() };
-        Ok(Tensor::f_zeros(size.as_slice(), (kind, p.device()))?)
+        Ok(Tensor::f_zeros(state_size.as_slice(), (kind, p.device()))?)
     };
     rule.state(&size).into_iter().enumerate().map(zeros).collect()
 }
 
-/// Applies one step to a single matrix or vector, with the rule that the options name.
+/// Applies one step to a single matrix or vector `p`, with the rule that the options name. `state` has the tensors that
+/// [`Rule::state`] lists, and is updated.
 pub fn step(config: &TrainingConfig, p: &mut Tensor, gradient: &Tensor, state: &mut [Tensor], lr: f64) -> Result<()> {
     let rule = rule_of(config).ok_or_else(|| Error::invalid("optimizer = \"adam\" is no rule for one parameter"))?;
     let expected = rule.state(&p.size());
@@ -111,6 +112,7 @@ pub fn step(config: &TrainingConfig, p: &mut Tensor, gradient: &Tensor, state: &
         return Err(Error::invalid(format!("the state must be {expected:?}")));
     }
     let direction = rule.direction(gradient, state)?;
+    // `orthogonalised` takes a batch of matrices, here of one.
     let direction = match rule.is_orthogonal() {
         true => rule.orthogonalised(&direction.f_unsqueeze(0)?)?.f_squeeze_dim(0)?,
         false => direction,

@@ -12,9 +12,11 @@ use tch::{Kind, Tensor};
 /// The largest number of elements that are orthogonalised at a time: 64 MB in f32.
 const BATCH: i64 = 1 << 24;
 
+/// A rule, with the parameters that it updates.
 pub struct Ruled {
     pub rule: Box<dyn Rule>,
     parameters: Vec<RuledParameter>,
+    /// The factor of the learning rate for these parameters.
     lr_multiplier: f64,
 }
 
@@ -30,7 +32,7 @@ struct RuledParameter {
 }
 
 impl RuledParameter {
-    /// Returns the rows of the state that belong to one matrix.
+    /// Returns the parts of the state that belong to the matrix with the rows `block`. They share the state's memory.
     fn state_of(&self, block: &Range<i64>) -> Result<Vec<Tensor>> {
         self.state.iter().map(|t| rows(t, block)).collect()
     }
@@ -43,7 +45,8 @@ impl Ruled {
         Some(Ruled { rule, parameters: Vec::new(), lr_multiplier: config.muon_lr_multiplier })
     }
 
-    /// Adds a parameter, which is a view of the flat buffers. `moments` is the type of the average of its gradients.
+    /// Adds a parameter; `value` and `gradient` are views of the flat buffers. `moments` is the type of the average of
+    /// its gradients.
     pub fn add(
         &mut self,
         name: &str,
@@ -73,7 +76,7 @@ impl Ruled {
         let mut old_values = Vec::new();
         if is_healthy.is_some() {
             // The host does not know yet whether the update is healthy, so the old values are restored below if not.
-            for t in self.parameters.iter().flat_map(|one| [&one.value].into_iter().chain(&one.state)) {
+            for t in self.parameters.iter().flat_map(|p| [&p.value].into_iter().chain(&p.state)) {
                 old_values.push((t.shallow_clone(), t.f_detach_copy()?));
             }
         }
@@ -133,8 +136,8 @@ fn blocks(name: &str, size: &[i64], d_model: i64) -> Vec<Range<i64>> {
     vec![0..d_model, d_model..keys_end, keys_end..rows]
 }
 
-/// Orthogonalises the directions. Each of the K ranks computes every K-th one and has zeros for the others, so a sum
-/// over ranks gives all of them.
+/// Orthogonalises the directions, and returns them in the same order. Each of the K ranks computes every K-th one and
+/// has zeros for the others, so a sum over ranks gives all of them.
 fn orthogonalised(rule: &dyn Rule, directions: &[Tensor], group: ProcessGroup) -> Result<Vec<Tensor>> {
     let sizes: Vec<_> = directions.iter().map(Tensor::size).collect();
     let own_indices = (group.rank()..directions.len()).step_by(group.size());

@@ -8,6 +8,7 @@ use super::*;
 use crate::atomic::fault::{arm, Fault};
 use crate::testing::Scratch;
 
+/// The environment variable that passes the run's folder to the process that is killed.
 const RUN: &str = "NORMFORMER_RS_KILL_TEST_RUN";
 
 /// Creates a run that has saved updates 1 and 2. Update 1 is the best, update 2 the last.
@@ -60,6 +61,7 @@ fn check(dir: &Scratch, place: usize) {
 
 #[test]
 fn a_full_disk_at_any_place_leaves_the_old_or_the_new() {
+    // The k-th system call fails because the disk is full.
     for k in 1..=places() {
         let (dir, store) = run("store-enospc");
         let armed = arm(Fault::Enospc(k));
@@ -157,6 +159,7 @@ fn a_later_versions_checkpoint_is_not_passed_over() {
     assert!(store.newest().err().unwrap().to_string().contains("upgrade normformer_rs"));
 }
 
+/// True if the entry's name begins with a dot, as the names of unfinished files do.
 fn is_hidden(entry: &fs::DirEntry) -> bool {
     entry.file_name().to_string_lossy().starts_with('.')
 }
