@@ -33,7 +33,8 @@ struct GroupMember {
 }
 
 impl GroupMember {
-    /// Calls a collective operation and waits for it. If another process has died, the error says so in one line.
+    /// Calls a collective operation, waits for it, and returns its result. If another process has died, the error says
+    /// so in one line.
     fn waited(&self, collective: &Handle, arguments: &[Value]) -> Result<Tensor> {
         let call = || {
             let [t] = collective.call(arguments)?;
@@ -56,6 +57,7 @@ impl GroupMember {
 /// The registered groups, which are never removed.
 static KNOWN: Mutex<Vec<&'static GroupMember>> = Mutex::new(Vec::new());
 
+/// Locks the list of registered groups.
 fn known() -> MutexGuard<'static, Vec<&'static GroupMember>> {
     KNOWN.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
@@ -89,7 +91,8 @@ impl ProcessGroup {
         }
         // A group that is already registered is not leaked a second time.
         let mut known = known();
-        let registered = known.iter().find(|k| (k.name.as_str(), k.rank, k.size) == (name, rank, size)).copied();
+        let is_same = |group: &&&GroupMember| (group.name.as_str(), group.rank, group.size) == (name, rank, size);
+        let registered = known.iter().find(is_same).copied();
         Ok(ProcessGroup(Some(registered.unwrap_or_else(|| {
             let new = Box::leak(Box::new(GroupMember { name: name.to_string(), rank, size }));
             known.push(new);
@@ -102,7 +105,7 @@ impl ProcessGroup {
         if name.is_empty() {
             return Some(ProcessGroup::ALONE);
         }
-        known().iter().find(|k| k.name == name).map(|k| ProcessGroup(Some(*k)))
+        known().iter().find(|group| group.name == name).map(|group| ProcessGroup(Some(*group)))
     }
 
     /// Returns the group in the form for norms; `None` for a single process.
@@ -110,12 +113,14 @@ impl ProcessGroup {
         self.0.map(|member| member as &dyn Ranks)
     }
 
+    /// Returns this process's index in the group.
     pub fn rank(self) -> usize {
-        self.0.map_or(0, |k| k.rank)
+        self.0.map_or(0, |member| member.rank)
     }
 
+    /// Returns the number of processes.
     pub fn size(self) -> usize {
-        self.0.map_or(1, |k| k.size)
+        self.0.map_or(1, |member| member.size)
     }
 
     pub fn is_alone(self) -> bool {
@@ -129,7 +134,7 @@ impl ProcessGroup {
 
     /// Returns the sum of t over all ranks.
     pub fn sum(self, t: &Tensor) -> Result<Tensor> {
-        self.0.map_or_else(|| Ok(t.shallow_clone()), |k| k.sum(t))
+        self.0.map_or_else(|| Ok(t.shallow_clone()), |member| member.sum(t))
     }
 
     /// Replaces t by its sum over all ranks, so that a model's gradients need no copy.
@@ -142,9 +147,10 @@ impl ProcessGroup {
         self.reduce_in_place(t, "max")
     }
 
-    fn reduce_in_place(self, t: &mut Tensor, by: &str) -> Result<()> {
+    /// Replaces t by its reduction over all ranks; `reduction` is "sum" or "max".
+    fn reduce_in_place(self, t: &mut Tensor, reduction: &str) -> Result<()> {
         if let Some(member) = self.0 {
-            let _ = member.waited(&ALL_REDUCE_IN_PLACE, &values![&*t, by, member.name()])?;
+            let _ = member.waited(&ALL_REDUCE_IN_PLACE, &values![&*t, reduction, member.name()])?;
         }
         Ok(())
     }

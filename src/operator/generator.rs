@@ -44,11 +44,13 @@ impl Drop for Generator {
 
 impl RandomNumbers for Generator {
     fn normal(&self, t: &Tensor, std: f64) -> Result<()> {
-        self.draw(t, true, 0.0, std)
+        let (is_normal, mean) = (true, 0.0);
+        self.draw(t, is_normal, mean, std)
     }
 
     fn uniform(&self, t: &Tensor, bound: f64) -> Result<()> {
-        self.draw(t, false, -bound, bound)
+        let is_normal = false;
+        self.draw(t, is_normal, -bound, bound)
     }
 }
 

@@ -16,7 +16,9 @@ pub fn mix_streams(streams: &Tensor, weights: &Tensor, added: Option<&Tensor>) -
     Ok(y)
 }
 
+/// Declares mix_streams, which has kernels only on the CPU, with its backward operator.
 pub(super) fn operator() -> Operator {
+    // The letters of sizes: n streams, m sums, d columns, and k columns of weights (`check` compares k with n).
     Operator::new(
         "mix_streams(Tensor streams, Tensor weights, Tensor? added=None) -> Tensor",
         [
@@ -54,8 +56,9 @@ pub(super) fn operator() -> Operator {
             check("mix_streams_backward", [streams, weights, added])
         })
         .kernel_on(Kernels::Cpu, |call| {
-            let ([dy, streams, weights, added], [ds, dw, da]) = (call.arguments(), call.outputs());
-            kernel::backward(&dy.view, &inputs([streams, weights, added]), [&ds.view, &da.view, &dw.view])
+            let ([dy, streams, weights, added], [dstreams, dweights, dadded]) = (call.arguments(), call.outputs());
+            let gradients = [&dstreams.view, &dadded.view, &dweights.view];
+            kernel::backward(&dy.view, &inputs([streams, weights, added]), gradients)
         }),
     )
     .counted(&HANDLE)
@@ -74,9 +77,9 @@ fn check(name: &str, [streams, weights, added]: [&Value; 3]) -> Result<()> {
     let n = streams[streams.len() - 2];
     let [m, k] = [2, 1].map(|back| weights[weights.len() - back]);
     let wanted = n + i64::from(!added.is_none());
-    let what = if added.is_none() { "one for each stream" } else { "one for each stream and one for `added`" };
+    let why = if added.is_none() { "one for each stream" } else { "one for each stream and one for `added`" };
     if k != wanted {
-        return Err(Error::invalid(format!("{name}: weights must have {wanted} columns, {what}, got {k}")));
+        return Err(Error::invalid(format!("{name}: weights must have {wanted} columns, {why}, got {k}")));
     }
     match n >= 1 && m >= 1 {
         true => Ok(()),

@@ -114,8 +114,8 @@ mod tests {
     use super::*;
     use crate::norm::ROW_NORMS;
 
-    /// An operator that is declared for GPUs but has no GPU kernel would pass GPU memory to its CPU kernel. Those in
-    /// `with_shared_program` are launched from the program of another operator, such as their residual step.
+    /// An operator that is declared for GPUs but has no GPU kernel would pass GPU memory to its CPU kernel. The kernels
+    /// of the operators in `with_shared_program` are in another operator's program, such as their residual step's.
     #[test]
     fn what_has_kernels_for_gpus_has_a_program() {
         let with_shared_program: Vec<_> =

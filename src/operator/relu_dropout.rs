@@ -12,13 +12,15 @@ use tch::Tensor;
 static FORWARD: Handle = Handle::new("relu_dropout");
 static BACKWARD: Handle = Handle::new("relu_dropout_backward");
 
-/// Computes drop(max(x, 0)) through the dispatcher. `seed` is int64 (seed, update, micro-batch), required if p > 0.
+/// Computes drop(max(x, 0)) through the dispatcher. `p` is the dropout rate. `seed` is int64 (seed, update,
+/// micro-batch); without it nothing is dropped. `site` numbers the places of dropout in a model.
 pub fn relu_dropout(x: &Tensor, p: f64, seed: Option<&Tensor>, site: i64) -> Result<Tensor> {
     let p = if seed.is_some() { p } else { 0.0 };
     let [y] = FORWARD.call(&values![x, p, seed, site])?;
     Ok(y)
 }
 
+/// Declares relu_dropout, with a backward operator that needs only y.
 pub(super) fn operator() -> Operator {
     Operator::new(
         "relu_dropout(Tensor x, float p, Tensor? seed, int site) -> Tensor",

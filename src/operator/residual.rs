@@ -24,7 +24,9 @@ pub struct Step<'a> {
     pub beta: Option<&'a Tensor>,
     /// The dropout rate of f; without a seed nothing is dropped.
     pub p: f64,
+    /// An int64 tensor (seed, update, micro-batch).
     pub seed: Option<&'a Tensor>,
+    /// The number of this place of dropout in the model.
     pub site: i64,
 }
 
@@ -69,7 +71,7 @@ fn kind_of(scalar_type: i64) -> Kind {
         .expect("the operator's table admits only floating types")
 }
 
-/// Computes drop(x), as a residual step with α = 0.
+/// Computes drop(x), as a residual step with f = x and α = 0. The arguments are as in [`Step`].
 pub fn dropout(x: Tensor, p: f64, seed: Option<&Tensor>, site: i64) -> Result<Tensor> {
     if p == 0.0 || seed.is_none() {
         return Ok(x);
@@ -80,15 +82,15 @@ pub fn dropout(x: Tensor, p: f64, seed: Option<&Tensor>, site: i64) -> Result<Te
 
 // ---- the operators ----
 
-/// Declares the step with the norm `norm` after it, or without a norm.
+/// Declares the step (x, f, α, β, …) → (x⁺, y, statistics), with its backward operator. Without a norm, there is no y.
 pub(super) fn operator(norm: Option<&'static RowNormOp>) -> Operator {
-    let kernels = norm.map(|o| o.kernels);
-    let row_kernel = kernels.map_or(&NO_NORM, |k| &k.kernel);
-    let name = kernels.map_or("residual", |k| k.residual);
+    let spec = norm.map(|norm| norm.kernels);
+    let row_kernel = spec.map_or(&NO_NORM, |spec| &spec.kernel);
+    let name = spec.map_or("residual", |spec| spec.residual);
     let backward = format!("{name}_backward");
     let stats = || tensor("stats", format!("*{}", row_kernel.stats()), DtypeRule::Computed);
     let gain = |name| parameter(name).computed();
-    let declared = ExtraArgs::of(kernels, "norm_");
+    let declared = ExtraArgs::of(spec, "norm_");
     // Without a norm, y is an empty tensor without a derivative.
     let y = match norm {
         Some(_) => tensor("y", "*d", DtypeRule::Dtype),
@@ -120,20 +122,20 @@ pub(super) fn operator(norm: Option<&'static RowNormOp>) -> Operator {
         check_dropout(name, p, seed)
     })
     .kernel(move |call| {
-        let ([x, f, alpha, beta, weight, bias, given @ .., p, seed, site, _], [x_plus, y, stats]) =
+        let ([x, f, alpha, beta, weight, bias, own @ .., p, seed, site, _], [x_plus, y, stats]) =
             (call.all(), call.outputs())
         else {
             unreachable!("the schema has these")
         };
         let [x, f, alpha, beta, weight, bias] = [x, f, alpha, beta, weight, bias].map(|v| v.view);
-        let ((eps, numbers), draw) = (extra(given), draw(call, [p, seed, site]));
+        let ((eps, numbers), draw) = (extra(own), draw(call, [p, seed, site]));
         // Without a norm, y is absent.
         let y = if norm.is_some() { y.view } else { View::ABSENT };
         let (x_plus, stats) = (x_plus.view, stats.view);
         let views = RowViews { x, f, alpha, beta, weight, bias, numbers, x_plus, y, stats, eps, order: None, draw };
         kernel::forward(call.device(), row_kernel, &views)
     })
-    .formula(move |call| formula(kernels, call))
+    .formula(move |call| formula(spec, call))
     .backward(
         Operator::new(
             format!(
@@ -190,7 +192,7 @@ pub(super) fn operator(norm: Option<&'static RowNormOp>) -> Operator {
         })
         .kernel(move |call| {
             let (
-                [dx_plus, dy, x_plus, x, f, alpha, beta, weight, bias, stats, given @ .., p, seed, site],
+                [dx_plus, dy, x_plus, x, f, alpha, beta, weight, bias, stats, own @ .., p, seed, site],
                 [dx, df, dalpha, dbeta, dweight, dbias, dnumbers @ ..],
             ) = (call.all(), call.all_outputs())
             else {
@@ -199,16 +201,16 @@ pub(super) fn operator(norm: Option<&'static RowNormOp>) -> Operator {
             let [dx_plus, dy, x_plus, x, f, alpha, beta, weight, bias, stats] =
                 [dx_plus, dy, x_plus, x, f, alpha, beta, weight, bias, stats].map(|v| v.view);
             let [dx, df, dalpha, dbeta, dweight, dbias] = [dx, df, dalpha, dbeta, dweight, dbias].map(|v| v.view);
-            let ((eps, numbers), dnumbers) = (extra(given), views(dnumbers));
+            let ((eps, numbers), dnumbers) = (extra(own), views(dnumbers));
             let (y, draw) = (View::ABSENT, draw(call, [p, seed, site]));
             let views = RowViews { x, f, alpha, beta, weight, bias, numbers, x_plus, y, stats, eps, order: None, draw };
             let gradients = RowGradients { dx_plus, dy, dx, df, dalpha, dbeta, dweight, dbias, dnumbers };
             kernel::backward(call.device(), row_kernel, &views, &gradients)
         })
-        .formula(move |call| gradients(kernels, call)),
+        .formula(move |call| gradients(spec, call)),
     )
     .program(&row_kernel.program)
-    .counted(norm.map_or(&HANDLE, |o| &o.residual))
+    .counted(norm.map_or(&HANDLE, |norm| &norm.residual))
 }
 
 /// Computes dx = α⊙g, df = β⊙mask⊙g, and the gradients of α and β, where g is dx⁺ plus the norm's gradient at x⁺.
@@ -218,11 +220,12 @@ fn gradients(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Ten
     };
     let (x_plus, f) = (x_plus.required(), f.required());
     let kind = accumulation(x_plus.kind());
-    let wide = |v: &Value| Ok::<_, Error>(v.tensor().map(|t| t.f_to_kind(kind)).transpose()?);
+    let wide = |value: &Value| Ok::<_, Error>(value.tensor().map(|t| t.f_to_kind(kind)).transpose()?);
     let mut g = wide(dx_plus)?;
     // The gradients of weight, bias and a curve's numbers; without a norm or dy, `None` twice.
     let mut norm_gradients: Vec<Option<Tensor>> = (0..2).map(|_| None).collect();
     if let (Some(spec), Some(dy)) = (norm, wide(dy)?) {
+        // The gradients of x⁺, weight, bias and the norm's own arguments.
         let mut all = composed_gradients(spec, &dy, &x_plus.f_to_kind(kind)?, [weight, bias], extra)?;
         all.truncate(3 + spec.numbers.len()); // drops ε, which has no gradient
         let through_norm = all.remove(0);
@@ -245,9 +248,9 @@ fn gradients(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Ten
         _ => Ok(None),
     };
     let (dx, df) = (times(&g, alpha)?, times(&undropped, beta)?);
-    let sums = [sum(alpha, &g, wide(x)?)?, sum(beta, &undropped, Some(f.f_to_kind(kind)?))?];
-    let both = [Some(dx.f_to_kind(x_plus.kind())?), Some(df.f_to_kind(f.kind())?)];
-    Ok(both.into_iter().chain(sums).chain(norm_gradients).collect())
+    let gain_gradients = [sum(alpha, &g, wide(x)?)?, sum(beta, &undropped, Some(f.f_to_kind(kind)?))?];
+    let dx_and_df = [Some(dx.f_to_kind(x_plus.kind())?), Some(df.f_to_kind(f.kind())?)];
+    Ok(dx_and_df.into_iter().chain(gain_gradients).chain(norm_gradients).collect())
 }
 
 /// Computes x⁺ = α⊙x + β⊙drop(f) in f32 or f64, rounds it to x's type, and applies the norm to the rounded x⁺.
@@ -257,7 +260,7 @@ fn formula(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Tenso
     };
     let (x, f) = (x.required(), f.required());
     let kind = accumulation(x.kind());
-    let gained = |t: Tensor, gain: &Value| match gain.tensor() {
+    let times = |t: Tensor, gain: &Value| match gain.tensor() {
         Some(gain) => Ok(t.f_mul(&gain.f_to_kind(kind)?)?),
         None => Ok::<_, Error>(t),
     };
@@ -265,14 +268,15 @@ fn formula(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Tenso
     if let Some(mask) = drawn_for(&branch, [p, seed, site])? {
         branch = branch.f_mul(&mask)?;
     }
-    let branch = gained(branch, beta)?;
-    let x_plus = gained(x.f_to_kind(kind)?, alpha)?.f_add(&branch)?.f_to_kind(x.kind())?;
+    let branch = times(branch, beta)?;
+    let x_plus = times(x.f_to_kind(kind)?, alpha)?.f_add(&branch)?.f_to_kind(x.kind())?;
     let y = match norm {
-        Some(k) => {
-            let y = composed(k, &x_plus.f_to_kind(kind)?, [weight, bias], extra)?;
-            Some(y.f_to_kind(if dtype.is_none() { f.kind() } else { kind_of(dtype.int()) })?)
+        Some(spec) => {
+            let y = composed(spec, &x_plus.f_to_kind(kind)?, [weight, bias], extra)?;
+            let y_kind = if dtype.is_none() { f.kind() } else { kind_of(dtype.int()) };
+            Some(y.f_to_kind(y_kind)?)
         }
         None => None,
     };
-    Ok(vec![Some(x_plus), y, None])
+    Ok(vec![Some(x_plus), y, None]) // no statistics
 }

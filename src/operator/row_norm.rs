@@ -101,9 +101,10 @@ pub(super) struct ExtraArgs {
 }
 
 impl ExtraArgs {
-    /// Declares the arguments of the norm `k`. `prefix` distinguishes them from the operator's other arguments.
-    pub fn of(k: Option<&RowNormOpSpec>, prefix: &str) -> Self {
-        let names = k.map_or(&[][..], |k| k.numbers);
+    /// Declares the own arguments of the norm `spec`; without a norm, only ε. `prefix` distinguishes them from the
+    /// operator's other arguments.
+    pub fn of(spec: Option<&RowNormOpSpec>, prefix: &str) -> Self {
+        let names = spec.map_or(&[][..], |spec| spec.numbers);
         if names.is_empty() {
             return ExtraArgs { schema: "float eps".into(), arguments: vec![], gradients: vec![] };
         }
@@ -138,7 +139,12 @@ pub(super) fn views(given: &[Value]) -> [View; NUMBERS] {
 }
 
 /// Computes y with tch operations, from x, weight, bias and the norm's own arguments.
-pub(super) fn composed(k: &RowNormOpSpec, x: &Tensor, [weight, bias]: [&Value; 2], extra: &[Value]) -> Result<Tensor> {
+pub(super) fn composed(
+    spec: &RowNormOpSpec,
+    x: &Tensor,
+    [weight, bias]: [&Value; 2],
+    extra: &[Value],
+) -> Result<Tensor> {
     let numbers: Vec<Tensor> = extra.iter().filter_map(Value::tensor).collect();
     let eps = if numbers.is_empty() { extra[0].float() } else { 0.0 };
     let (weight, bias) = (weight.tensor(), bias.tensor());
@@ -146,12 +152,12 @@ pub(super) fn composed(k: &RowNormOpSpec, x: &Tensor, [weight, bias]: [&Value; 2
     if engine::has_columns(x, 0) {
         return affine(x.f_mul_scalar(1.0)?, weight.as_ref(), bias.as_ref());
     }
-    k.composed(x, (weight.as_ref(), bias.as_ref()), eps, &numbers)
+    spec.composed(x, (weight.as_ref(), bias.as_ref()), eps, &numbers)
 }
 
 /// Returns the gradients of [`composed`] for x, weight, bias and the norm's own arguments; ε and absent ones have none.
 pub(super) fn composed_gradients(
-    k: &RowNormOpSpec,
+    spec: &RowNormOpSpec,
     dy: &Tensor,
     x: &Tensor,
     parameters: [&Value; 2],
@@ -168,7 +174,7 @@ pub(super) fn composed_gradients(
         let x = next(Value::from(x)).required();
         let [weight, bias] = parameters.map(|own| next(*own));
         let extra: Vec<Value> = extra.iter().map(|own| next(*own)).collect();
-        composed(k, &x, [&weight, &bias], &extra)
+        composed(spec, &x, [&weight, &bias], &extra)
     })?;
     // `gradients` belong to the present tensors, in order; each absent one gets `None`.
     let mut gradients = gradients.into_iter();
@@ -176,15 +182,16 @@ pub(super) fn composed_gradients(
 }
 
 /// Leaves out the gradient of ε, for which the backward operator has no output.
-pub(super) fn gradients_of_outputs(k: &RowNormOpSpec, all: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+pub(super) fn gradients_of_outputs(spec: &RowNormOpSpec, all: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
     // The outputs are the gradients of x, weight, bias and a curve's numbers.
-    Ok(all.into_iter().take(3 + k.numbers.len()).collect())
+    Ok(all.into_iter().take(3 + spec.numbers.len()).collect())
 }
 
-pub(super) fn operator(o: &'static RowNormOp) -> Operator {
-    let (k, name) = (o.kernels, o.kernels.operator);
-    let stats = || tensor("stats", format!("*{}", k.kernel.stats()), DtypeRule::Computed);
-    let declared = ExtraArgs::of(Some(k), "");
+/// Declares the operator of a norm, (x, weight, bias, own arguments) → (y, statistics), with its backward operator.
+pub(super) fn operator(norm: &'static RowNormOp) -> Operator {
+    let (spec, name) = (norm.kernels, norm.kernels.operator);
+    let stats = || tensor("stats", format!("*{}", spec.kernel.stats()), DtypeRule::Computed);
+    let declared = ExtraArgs::of(Some(spec), "");
     let with_extra = |arguments: Vec<Argument>| [arguments, declared.arguments.clone()].concat();
     Operator::new(
         format!("{name}(Tensor x, Tensor? weight, Tensor? bias, {}) -> (Tensor, Tensor)", declared.schema),
@@ -192,16 +199,16 @@ pub(super) fn operator(o: &'static RowNormOp) -> Operator {
         [tensor("y", "*d", DtypeRule::Same), stats()],
     )
     .kernel(move |call| {
-        let ([x, weight, bias, given @ ..], [y, stats]) = (call.all(), call.outputs()) else {
+        let ([x, weight, bias, own @ ..], [y, stats]) = (call.all(), call.outputs()) else {
             unreachable!("the schema has these")
         };
-        let (eps, numbers) = extra(given);
+        let (eps, numbers) = extra(own);
         let alone = RowViews::alone(x.view, weight.view, stats.view, eps);
-        kernel::forward(call.device(), &k.kernel, &RowViews { bias: bias.view, y: y.view, numbers, ..alone })
+        kernel::forward(call.device(), &spec.kernel, &RowViews { bias: bias.view, y: y.view, numbers, ..alone })
     })
     .formula(move |call| {
-        let [x, weight, bias, given @ ..] = call.all() else { unreachable!("the schema has these") };
-        Ok(vec![Some(composed(k, &x.required(), [weight, bias], given)?), None])
+        let [x, weight, bias, own @ ..] = call.all() else { unreachable!("the schema has these") };
+        Ok(vec![Some(composed(spec, &x.required(), [weight, bias], own)?), None])
     })
     .backward(
         Operator::new(
@@ -224,23 +231,23 @@ pub(super) fn operator(o: &'static RowNormOp) -> Operator {
             .concat(),
         )
         .kernel(move |call| {
-            let ([dy, x, weight, _, stats, given @ ..], [dx, dweight, dbias, dnumbers @ ..]) =
+            let ([dy, x, weight, _, stats, own @ ..], [dx, dweight, dbias, dnumbers @ ..]) =
                 (call.all(), call.all_outputs())
             else {
                 unreachable!("the schema has these")
             };
-            let ((eps, numbers), dnumbers) = (extra(given), views(dnumbers));
+            let ((eps, numbers), dnumbers) = (extra(own), views(dnumbers));
             let (dweight, dbias) = (dweight.view, dbias.view);
             // The GPU kernels have a variant with and one without a bias; the view of dbias chooses the variant.
             let alone = RowViews::alone(x.view, weight.view, stats.view, eps);
             let views = RowViews { bias: dbias, numbers, ..alone };
             let gradients = RowGradients { dweight, dbias, dnumbers, ..RowGradients::alone(dy.view, dx.view) };
-            kernel::backward(call.device(), &k.kernel, &views, &gradients)
+            kernel::backward(call.device(), &spec.kernel, &views, &gradients)
         })
         .formula(move |call| {
-            let [dy, x, weight, bias, _, given @ ..] = call.all() else { unreachable!("the schema has these") };
-            gradients_of_outputs(k, composed_gradients(k, &dy.required(), &x.required(), [weight, bias], given)?)
+            let [dy, x, weight, bias, _, own @ ..] = call.all() else { unreachable!("the schema has these") };
+            gradients_of_outputs(spec, composed_gradients(spec, &dy.required(), &x.required(), [weight, bias], own)?)
         }),
     )
-    .counted(&o.handle)
+    .counted(&norm.handle)
 }

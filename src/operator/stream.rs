@@ -9,10 +9,12 @@ use std::ptr::NonNull;
 /// A stream from torch's pool, other than the device's current stream.
 pub struct SideStream {
     device: c_int,
+    /// The number by which torch identifies the stream.
     number: i64,
 }
 
 impl SideStream {
+    /// Takes a stream of the CUDA device with this index.
     pub fn of(device: usize) -> Result<Self> {
         let device = device as c_int;
         // SAFETY: the function takes plain numbers.

@@ -11,9 +11,9 @@ use tch::{Device, Tensor};
 
 /// Copies bytes from the host to a device, in stream order. The bytes pass through pinned memory, which torch's
 /// allocator keeps until the transfer has ended.
-pub fn upload(numbers: &[u8], device: Device) -> Result<Tensor> {
+pub fn upload(bytes: &[u8], device: Device) -> Result<Tensor> {
     static PIN: Handle = Handle::of_torch("aten::pin_memory");
-    let host = Tensor::f_from_slice(numbers)?;
+    let host = Tensor::f_from_slice(bytes)?;
     match device {
         Device::Cuda(_) => {
             let [pinned] = PIN.call(&values![&host, None::<i64>])?;
