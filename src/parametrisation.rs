@@ -45,6 +45,7 @@ choice! {
 }
 
 impl SumsOver {
+    /// True if products with the parameter are not summed over a dimension that grows with the model.
     pub fn is_nothing(&self) -> bool {
         *self == SumsOver::Nothing
     }
@@ -75,9 +76,9 @@ impl Part {
 
 /// Returns the role and the summed dimension of a parameter with this canonical name, number of dimensions and kind.
 pub fn part(name: &str, dimensions: usize, declared: DeclaredAs) -> Part {
-    let parts: Vec<&str> = name.split('.').collect();
+    let words: Vec<&str> = name.split('.').collect();
     // A layer's parameter has `layers.NUMBER` in its name.
-    let is_in_layer = parts.windows(2).any(|pair| matches!(pair, ["layers", number] if number.parse::<u32>().is_ok()));
+    let is_in_layer = words.windows(2).any(|pair| matches!(pair, ["layers", number] if number.parse::<u32>().is_ok()));
     let is_table = name.ends_with("embedding.weight") || name.ends_with("output_projection.weight");
     let (is_matrix, sums_over) = match declared {
         DeclaredAs::Weights => (dimensions > 1, SumsOver::Nothing),
@@ -223,15 +224,15 @@ static COMPLETEP: Parametrisation = Parametrisation {
     base: &["base_width", "base_depth"],
     alpha: Some(1.0),
     multipliers: |role, m| {
-        let narrow = (MUP.multipliers)(role, m);
+        let of_mup = (MUP.multipliers)(role, m);
         match role {
-            ParameterRole::Embedding | ParameterRole::End => narrow,
+            ParameterRole::Embedding | ParameterRole::End => of_mup,
             ParameterRole::HiddenMatrix | ParameterRole::HiddenVector => Multipliers {
-                lr: narrow.lr * m.depth.powf(m.alpha - 1.0),
+                lr: of_mup.lr * m.depth.powf(m.alpha - 1.0),
                 // The optimizer multiplies decay by the learning rate, whose factor for the width this cancels.
                 weight_decay: decay(role, 1.0 / m.rate),
-                eps: narrow.eps * m.depth.powf(-m.alpha),
-                ..narrow
+                eps: of_mup.eps * m.depth.powf(-m.alpha),
+                ..of_mup
             },
         }
     },
@@ -282,9 +283,9 @@ impl Parametrisation {
         self.of(part, &Ratios { width, depth, alpha: self.exponent(alpha), rate: step_size.rate(width) })
     }
 
-    /// Returns the multipliers of the parameter's role. If products with the parameter are summed over a dimension, the
-    /// parameter's learning rate falls with the number of terms. If the dimension is the width, its initial std falls,
-    /// too.
+    /// Returns the multipliers of a parameter, from its role and the model's ratios `m`. If products with the parameter
+    /// are summed over a dimension, the parameter's learning rate falls with the number of terms. If the dimension is
+    /// the width, its initial std falls, too.
     fn of(&self, part: Part, m: &Ratios) -> Multipliers {
         let of_role = (self.multipliers)(part.role, m);
         let init_factor = match part.sums_over {

@@ -104,7 +104,7 @@ impl Fill {
             match self {
                 Fill::Constant(value) => drop(t.f_fill_(*value)?),
                 Fill::Normal { std } => draw.normal(&t, *std)?,
-                // The inverse of the distribution function maps uniform numbers to the truncated distribution.
+                // √2·σ·erfinv(u) of a uniform u is normal; u within ±erf(3/√2) gives numbers within ±3σ.
                 Fill::CutNormal { std } => {
                     draw.uniform(&t, WITHIN_THREE)?;
                     drop(t.f_erfinv_()?.f_mul_scalar_(std * 2f64.sqrt())?);
@@ -165,7 +165,8 @@ pub struct Init {
 }
 
 impl Init {
-    /// Returns the fill of a layer's matrix (fan_out, fan_in), with the factor that the model's parametrisation sets.
+    /// Returns the fill of a layer's matrix (fan_out, fan_in) at this place, with the factor of the std that the
+    /// model's parametrisation sets.
     pub fn matrix(&self, role: Role, fan_in: i64, fan_out: i64, place: &LayerContext) -> Fill {
         unit_scaled_or(&place.model, || {
             (self.linear)(role, fan_in, fan_out, place).times(place.model.scaled.matrix(self.has_fixed_std))
@@ -223,7 +224,8 @@ pub static INITS: &[&Init] = &[
 
 /// Returns the entry of the table with this name.
 pub fn find(name: &str) -> Result<&'static Init> {
-    INITS.iter().copied().find(|i| i.name == name).ok_or_else(|| unknown("init", name, INITS.iter().map(|i| i.name)))
+    let names = INITS.iter().map(|init| init.name);
+    INITS.iter().copied().find(|init| init.name == name).ok_or_else(|| unknown("init", name, names))
 }
 
 /// Returns the options of all initialisations.

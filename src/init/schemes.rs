@@ -23,7 +23,7 @@ pub static SMALL: Init = Init {
     source: "Nguyen & Salazar 2019, §2.2",
     linear: |role, fan_in, fan_out, place| match role {
         Role::FeedForward1 | Role::FeedForward2 | Role::Gate | Role::OutputGate => xavier_normal(1.0, fan_in, fan_out),
-        // √(2/(5d)) is the std for fan_in + fan_out = d + 4d.
+        // Xavier's std is √(2/(5d)) if fan_in + fan_out = d + 4d.
         _ => xavier_normal(1.0, place.model.d_model, 4 * place.model.d_model),
     },
     ..XAVIER
@@ -177,6 +177,7 @@ pub static R_FIXUP: Init = Init {
         "L = 2N + 3M branches (one stack 2L): q, k, v Xavier normal × L^(−1/6), fc1 × L^(−1/2), out, fc2 and an untied output zero",
     source: "Zhang et al. 2019 (Fixup)",
     linear: |role, fan_in, fan_out, place| {
+        // L, the number of additions to residual streams: a decoder's layer also has cross-attention.
         let branches = match place.model.has_encoder {
             true => 2 * place.encoder_layers() + 3 * place.decoder_layers(),
             false => place.additions(),
@@ -215,6 +216,7 @@ pub static LLAMA_DEPTH: Init = Init {
                  N(0, 1), an untied output 1/√d",
     source: "OLMo-core, llama_depth",
     linear: |role, _, _, place| {
+        // The matrices that write to the residual stream, and the gate's, begin smaller in higher layers.
         let depth = match role {
             Role::AttentionOutput | Role::FeedForward2 | Role::Gate => 2.0 * (place.layer + 1) as f64,
             _ => 1.0,

@@ -29,15 +29,15 @@ impl AttentionHeads {
     }
 
     /// Multiplies the key projection of each head of keys, and the projections of the query heads that share it, by the
-    /// head's factor; `factors` is (kv_heads).
+    /// head's factor; `factors` is (kv_heads). Projections to values stay as they are.
     pub fn scale(&self, factors: &Tensor) -> Result<()> {
         let d = self.weight.size()[1];
         let factors = factors.f_unsqueeze(-1)?;
-        for t in [Some(&self.weight), self.bias.as_ref()].into_iter().flatten() {
-            let key_rows = (t.size()[0] - d) / 2; // values have as many rows as keys
+        for stacked in [Some(&self.weight), self.bias.as_ref()].into_iter().flatten() {
+            let key_rows = (stacked.size()[0] - d) / 2; // values have as many rows as keys
             let (queries, keys) = ((0, d), (d, key_rows)); // the first row and the number of rows
             for (start, rows) in [queries, keys] {
-                let by_head = t.f_narrow(0, start, rows)?.f_view([self.kv_heads, -1].as_slice())?;
+                let by_head = stacked.f_narrow(0, start, rows)?.f_view([self.kv_heads, -1].as_slice())?;
                 let _ = by_head.shallow_clone().f_mul_(&factors)?;
             }
         }

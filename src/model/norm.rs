@@ -65,6 +65,7 @@ pub struct RowContext<'a> {
 }
 
 impl RowContext<'_> {
+    /// Returns the tensors that the stack's layers have kept so far; errors outside a stack.
     pub fn kept_tensors(&self) -> Result<&KeptTensors> {
         self.kept_tensors.ok_or_else(|| Error::invalid("no stack runs that could keep a tensor"))
     }
@@ -77,6 +78,7 @@ pub(super) struct BuiltParameter {
 }
 
 impl BuiltParameter {
+    /// Returns factor·(offset + p), which kernels and formulas receive.
     pub fn value(&self) -> Result<Tensor> {
         self.numbers.of(&self.p)
     }
@@ -109,6 +111,7 @@ impl NormParameters {
         spec.parameters.iter().map(next).collect()
     }
 
+    /// Returns the values of the parameters that x̂ depends on.
     fn numbers(&self) -> Result<Vec<Tensor>> {
         self.inside.iter().map(BuiltParameter::value).collect()
     }
@@ -125,7 +128,8 @@ impl NormParameters {
     }
 }
 
-/// Declares the parameters of a norm and builds the norm.
+/// Declares the parameters of a norm and builds the norm in the form that its specification and its options choose.
+/// `context` is the norm's place in the model: its width and the options' values.
 pub fn build(spec: &Spec, b: &mut Builder, context: &NormContext) -> Result<Box<dyn Norm>> {
     let given = spec.at(context);
     let mut affine = NormParameters { inside: Vec::new(), weight: None, bias: None };
@@ -179,11 +183,12 @@ fn parameter_of(
         let p = b.own(parameter.name, &parameter.shape.of(given), &fill, parameter.sums_over)?;
         return Ok(Some(BuiltParameter { p, numbers }));
     }
-    let value = numbers.at_start();
+    let value = numbers.at_start(); // factor·(offset + the initial p)
     let neutral = if parameter.name == WEIGHT.name { 1.0 } else { 0.0 };
     if parameter.shape != DeclaredShape::One && value == neutral {
         return Ok(None);
     }
+    // The constant already has the final value, so nothing is added or multiplied.
     let numbers = Numbers { start: value, std: 0.0, offset: 0.0, factor: 1.0 };
     Ok(Some(BuiltParameter { p: b.constant(value)?, numbers }))
 }
@@ -277,6 +282,7 @@ impl Norm for BuiltOwnNorm {
     }
 }
 
+/// Returns the parameters' values, with `None` for those that the norm's options leave out.
 fn values_of(parameters: &[Option<BuiltParameter>]) -> Result<Vec<Option<Tensor>>> {
     parameters.iter().map(|p| p.as_ref().map(BuiltParameter::value).transpose()).collect()
 }

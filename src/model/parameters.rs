@@ -24,6 +24,7 @@ pub struct Parameters {
 }
 
 impl Parameters {
+    /// Iterates over the parameters, each with its full name, in the order of their declaration.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.names.iter().map(String::as_str).zip(&self.tensors)
     }
@@ -34,7 +35,7 @@ impl Parameters {
         declared.map(|((name, t), declared)| (name, t, parametrisation::part(name, t.dim(), *declared)))
     }
 
-    /// Iterates over running statistics and counters.
+    /// Iterates over running statistics and counters, each with its full name.
     pub fn buffers(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.buffers.iter().map(|(name, t)| (name.as_str(), t))
     }
@@ -52,8 +53,8 @@ impl Parameters {
     /// Sets every clock t, of schemes that grow and of norms that fade, to the number of the coming update.
     pub fn set_update(&self, update: i64) -> Result<()> {
         let is_clock = |name: &str| name.rsplit('.').next() == Some(CLOCK.name);
-        for (_, t) in self.buffers().filter(|(name, _)| is_clock(name)) {
-            let _ = t.shallow_clone().f_fill_(update)?;
+        for (_, clock) in self.buffers().filter(|(name, _)| is_clock(name)) {
+            let _ = clock.shallow_clone().f_fill_(update)?;
         }
         Ok(())
     }
@@ -63,10 +64,10 @@ impl Parameters {
     pub fn take_refused(&self) -> Result<Vec<(&str, i64)>> {
         let mut refused = Vec::new();
         for (name, count) in &self.refused {
-            let n = i64::try_from(count)?;
-            if n > 0 {
+            let batches = i64::try_from(count)?;
+            if batches > 0 {
                 let _ = count.shallow_clone().f_zero_()?;
-                refused.push((name.as_str(), n));
+                refused.push((name.as_str(), batches));
             }
         }
         Ok(refused)
@@ -152,7 +153,8 @@ impl<'a> Builder<'a> {
         self.declare(name, shape, fill, DeclaredAs::Weights)
     }
 
-    /// Declares a parameter of a norm or of a residual scheme. The parametrisation scales random initial values.
+    /// Declares a parameter of a norm or of a residual scheme. The parametrisation scales random initial values;
+    /// `sums_over` is the dimension over which products with the parameter are summed.
     pub fn own(&mut self, name: &str, shape: &[i64], fill: &Fill, sums_over: SumsOver) -> Result<Tensor> {
         let factor = self.scaled.map_or(1.0, |scaled| scaled.drawn(sums_over));
         let fill = if let Fill::Normal { .. } = fill { fill.clone().times(factor) } else { fill.clone() };
@@ -180,21 +182,22 @@ impl<'a> Builder<'a> {
     pub fn shared(&mut self, name: &str, shape: &[i64], fill: &Fill, sums_over: SumsOver) -> Result<Tensor> {
         let full = self.full(name);
         match self.made.names.iter().position(|made| *made == full) {
-            Some(at) if self.made.tensors[at].size() == shape => Ok(self.made.tensors[at].shallow_clone()),
-            Some(at) => Err(Error::invalid(format!(
+            Some(index) if self.made.tensors[index].size() == shape => Ok(self.made.tensors[index].shallow_clone()),
+            Some(index) => Err(Error::invalid(format!(
                 "{full} is declared twice, of shape {:?} and {shape:?}: one name is one parameter",
-                self.made.tensors[at].size()
+                self.made.tensors[index].size()
             ))),
             None => self.own(name, shape, fill, sums_over),
         }
     }
 
-    /// Declares state that is not trained and begins with `value`. Its kind does not depend on the kind of the
-    /// parameters.
+    /// Declares state that is not trained and begins with `value` everywhere. Its type is `kind`, whatever the type of
+    /// the parameters.
     pub fn buffer(&mut self, name: &str, shape: &[i64], value: f64, kind: Kind) -> Result<Tensor> {
         let name = self.full(name);
         let tensor = match &self.source {
             Source::Fresh(device, _, seed) => {
+                // A constant draws no numbers, so any generator will do.
                 made(shape, &Fill::Constant(value), kind, *device, &Generator::new(*seed)?)?
             }
             Source::Given { tensors, .. } => given(tensors, &name, shape)?,
@@ -226,8 +229,8 @@ impl<'a> Builder<'a> {
         match &self.source {
             Source::Fresh(_, kind, _) => accumulation(*kind),
             Source::Given { tensors, .. } => {
-                let doubles = tensors.values().any(|t| t.kind() == Kind::Double);
-                if doubles {
+                let is_f64 = tensors.values().any(|t| t.kind() == Kind::Double);
+                if is_f64 {
                     Kind::Double
                 } else {
                     Kind::Float
@@ -236,7 +239,7 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// Returns a constant of the model, on its device.
+    /// Returns a constant of the model, (1), on the model's device and in the type of statistics.
     pub fn constant(&self, value: f64) -> Result<Tensor> {
         let device = match &self.source {
             Source::Fresh(device, ..) => *device,
@@ -250,11 +253,12 @@ impl<'a> Builder<'a> {
         self.path.join(".")
     }
 
+    /// Returns the full name of a parameter of the module that is being declared.
     fn full(&self, name: &str) -> String {
         self.path.iter().map(String::as_str).chain([name]).collect::<Vec<_>>().join(".")
     }
 
-    /// Returns everything that was declared.
+    /// Returns everything that was declared. Errors if tensors were given that the model has not declared.
     pub fn finish(self) -> Result<Parameters> {
         if let Source::Given { tensors, .. } = self.source {
             let known: HashSet<&str> = self.made.iter().chain(self.made.buffers()).map(|(name, _)| name).collect();
@@ -275,6 +279,7 @@ impl<'a> Builder<'a> {
 /// Returns the seed of a parameter's generator: an FNV-1a hash of the name that starts from the model's seed. Then
 /// SplitMix64 mixes the bits, because the generator uses only the lower 32.
 fn named_seed(seed: u64, name: &str) -> u64 {
+    // The constants are those of FNV-1a (offset and prime) and of SplitMix64 (the other three).
     let start = 0xcbf2_9ce4_8422_2325 ^ seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let hash = name.bytes().fold(start, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
     let mixed = (hash ^ (hash >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -282,7 +287,7 @@ fn named_seed(seed: u64, name: &str) -> u64 {
     mixed ^ (mixed >> 31)
 }
 
-/// Returns a new tensor with initial values drawn from `draw`.
+/// Returns a new tensor of this type on this device, with initial values that `fill` draws from `draw`.
 fn made(shape: &[i64], fill: &Fill, kind: Kind, device: Device, draw: &Generator) -> Result<Tensor> {
     // Values are drawn on the CPU and at least in f32. So a seed gives the same model on every device and in every
     // type.
@@ -292,6 +297,7 @@ fn made(shape: &[i64], fill: &Fill, kind: Kind, device: Device, draw: &Generator
     Ok(t.f_to_kind(kind)?.f_to_device(device)?)
 }
 
+/// Returns the given tensor of this name; errors if there is none or if it has another shape.
 fn given(tensors: &BTreeMap<String, Tensor>, name: &str, shape: &[i64]) -> Result<Tensor> {
     let t = tensors.get(name).ok_or_else(|| {
         Error::invalid(format!("the model has {name} of shape {shape:?}, and the given weights have none of that name"))

@@ -18,7 +18,7 @@ use tch::{Kind, Tensor};
 /// The tensors that a stack's layers keep for later layers of the same pass, by name.
 pub type KeptTensors = RefCell<BTreeMap<String, Tensor>>;
 
-/// Builds a norm of the stack's kind, for one place of the scheme.
+/// Builds a norm of the stack's kind, such as layernorm, for the place and width that the scheme declares in `at`.
 fn norm(b: &mut Builder, place: &LayerContext, at: &NormAt) -> Result<Box<dyn Norm>> {
     let last_of_decoder = at.last && place.stack == declared::StackName::Decoder;
     let (spec, mut options) = named(place.norm_name(), place.options)?;
@@ -57,6 +57,7 @@ fn without_weight(options: &mut Options) {
     }
 }
 
+/// Builds the norm if one is declared.
 fn norm_if(b: &mut Builder, place: &LayerContext, at: &Option<NormAt>) -> Result<Option<Box<dyn Norm>>> {
     at.as_ref().map(|at| norm(b, place, at)).transpose()
 }
@@ -92,6 +93,7 @@ pub enum BuiltGain {
 }
 
 impl BuiltGain {
+    /// Builds a declared gain, and declares its parameter if it has one.
     fn build(b: &mut Builder, declared: &declared::Gain) -> Result<Self> {
         Ok(match declared {
             declared::Gain::One => BuiltGain::One,
@@ -105,7 +107,7 @@ impl BuiltGain {
         })
     }
 
-    /// Returns the gain's current value; `None` means 1.
+    /// Returns the gain's current value; `None` means 1. `alpha_t` is the stack's α_t, for a gain that grows.
     pub fn now(&self, alpha_t: Option<&Tensor>) -> Result<Option<Tensor>> {
         Ok(match self {
             BuiltGain::One => None,
@@ -125,7 +127,7 @@ impl BuiltGain {
         })
     }
 
-    /// Returns gain⊙x in x's type, for a [`BuiltChange::Mix`], whose gains never grow.
+    /// Returns gain⊙x in x's type, for a [`BuiltChange::Mix`], whose gains never grow: so there is no α_t.
     fn times(&self, x: &Tensor) -> Result<Tensor> {
         match self.now(None)? {
             Some(gain) => Ok(x.f_mul(&gain.f_to_kind(x.kind())?)?),
@@ -150,6 +152,7 @@ pub struct BuiltResidual {
 }
 
 impl BuiltResidual {
+    /// Builds the residual connection of the sublayer at this place, and declares its parameters.
     pub fn build(b: &mut Builder, place: &LayerContext, declared: &declared::ResidualSpec) -> Result<Self> {
         let gains = |b: &mut Builder, step: &declared::StreamStep| {
             Ok((BuiltGain::build(b, &step.alpha)?, BuiltGain::build(b, &step.beta)?))
@@ -188,6 +191,7 @@ pub enum BuiltChange {
 }
 
 impl BuiltChange {
+    /// Builds a declared change, and declares its parameters.
     fn build(b: &mut Builder, place: &LayerContext, declared: &declared::Change) -> Result<Self> {
         Ok(match declared {
             declared::Change::Norm(at) => BuiltChange::Norm { norm: norm(b, place, at)?, width: at.width },
@@ -231,7 +235,8 @@ impl BuiltChange {
         })
     }
 
-    /// True if this change of queries, keys or values applies to each head's part of a row, not to the whole row.
+    /// True if this change of queries, keys or values applies to each head's part of a row, not to the whole row, which
+    /// is `width` wide.
     fn is_by_head(&self, width: i64) -> bool {
         match self {
             BuiltChange::Norm { width: own, .. } => *own != width,
@@ -248,10 +253,12 @@ impl BuiltChange {
 pub struct BuiltChanges(Vec<BuiltChange>);
 
 impl BuiltChanges {
+    /// Builds declared changes, and declares their parameters.
     pub fn build(b: &mut Builder, place: &LayerContext, declared: &[declared::Change]) -> Result<Self> {
         Ok(BuiltChanges(declared.iter().map(|change| BuiltChange::build(b, place, change)).collect::<Result<_>>()?))
     }
 
+    /// Returns x after all changes, in their order.
     pub fn apply(&self, x: Tensor, ctx: &Context) -> Result<Tensor> {
         self.0.iter().try_fold(x, |x, change| change.apply(&x, &ctx.rows()))
     }
@@ -278,16 +285,17 @@ impl BuiltChanges {
 pub struct Inside(Vec<(Point, BuiltChange)>);
 
 impl Inside {
+    /// Builds the changes declared inside a sublayer, and declares their parameters.
     pub fn build(b: &mut Builder, place: &LayerContext, declared: &[(Point, declared::Change)]) -> Result<Self> {
         let build = |(point, change): &(Point, declared::Change)| Ok((*point, BuiltChange::build(b, place, change)?));
         Ok(Inside(declared.iter().map(build).collect::<Result<_>>()?))
     }
 
-    /// Returns queries, keys or values (…, d) after the changes declared for this point.
+    /// Returns queries, keys or values (…, d), the rows of `heads` heads, after the changes declared for this point.
     pub fn at_heads(&self, point: Point, x: Tensor, heads: i64, rows: &RowContext) -> Result<Tensor> {
         let d = *x.size().last().expect("rows have a width");
         // A change by head sees the rows split into heads, (…, heads, d_head).
-        self.0.iter().filter(|(p, _)| *p == point).try_fold(x, |x, (_, change)| match change.is_by_head(d) {
+        self.0.iter().filter(|(own, _)| *own == point).try_fold(x, |x, (_, change)| match change.is_by_head(d) {
             false => change.apply(&x, rows),
             true => {
                 let by_head = x.f_unflatten(-1, [heads, -1].as_slice())?;
@@ -298,12 +306,12 @@ impl Inside {
 
     /// True if there is a change at this point.
     pub fn changes(&self, point: Point) -> bool {
-        self.0.iter().any(|(p, _)| *p == point)
+        self.0.iter().any(|(own, _)| *own == point)
     }
 
     /// Returns x after the changes at this point.
     pub fn at(&self, point: Point, x: Tensor, rows: &RowContext) -> Result<Tensor> {
-        self.0.iter().filter(|(p, _)| *p == point).try_fold(x, |x, (_, change)| change.apply(&x, rows))
+        self.0.iter().filter(|(own, _)| *own == point).try_fold(x, |x, (_, change)| change.apply(&x, rows))
     }
 }
 
@@ -320,6 +328,7 @@ pub struct BuiltEnds {
 }
 
 impl BuiltEnds {
+    /// Builds the parts of the scheme that belong to the whole stack, and declares their parameters and the clock t.
     pub fn build(b: &mut Builder, place: &LayerContext, declared: &declared::StackSpec) -> Result<Self> {
         let begin = BuiltChanges::build(b, place, &declared.begin)?;
         let combine = declared.combine.as_ref().map(|c| BuiltCombine::build(b, place, c)).transpose()?;
@@ -338,9 +347,9 @@ impl BuiltEnds {
     pub fn enter(&self, x: Tensor, ctx: &Context, smear: impl FnOnce(Tensor) -> Result<Tensor>) -> Result<Tensor> {
         let changes = &self.begin.0;
         let is_keep = |change: &BuiltChange| matches!(change, BuiltChange::Keep(_));
-        let (first, rest) = changes.split_at(changes.iter().position(is_keep).unwrap_or(changes.len()));
+        let (before_keep, rest) = changes.split_at(changes.iter().position(is_keep).unwrap_or(changes.len()));
         let apply = |x: Tensor, change: &BuiltChange| change.apply(&x, &ctx.rows());
-        let x = smear(first.iter().try_fold(x, apply)?)?;
+        let x = smear(before_keep.iter().try_fold(x, apply)?)?;
         rest.iter().try_fold(x, apply)
     }
 
@@ -394,8 +403,8 @@ impl BuiltEnds {
 
     /// Returns the stack's final norm if it is the only part that ends the stack.
     pub fn end_norm(&self) -> Option<&dyn Norm> {
-        let is_all = self.combine.is_none() && self.streams.is_empty() && self.mixing.is_none();
-        self.end.norm().filter(|_| is_all)
+        let nothing_else = self.combine.is_none() && self.streams.is_empty() && self.mixing.is_none();
+        self.end.norm().filter(|_| nothing_else)
     }
 }
 
@@ -408,6 +417,7 @@ pub struct BuiltCombine {
 }
 
 impl BuiltCombine {
+    /// Builds the sums that a scheme declares between layers: the matrix of weights, and the norms.
     fn build(b: &mut Builder, place: &LayerContext, declared: &declared::Combine) -> Result<Self> {
         Ok(BuiltCombine {
             weight: learned(b, &declared.weight)?,
@@ -421,7 +431,7 @@ impl BuiltCombine {
     /// next layer, or the stack's output. `outputs` holds the earlier outputs of this pass, after their norms if the
     /// norms apply to outputs and not to sums.
     pub fn next(&self, y: Tensor, outputs: &mut Vec<Tensor>, ctx: &Context) -> Result<Tensor> {
-        let row = outputs.len();
+        let row = outputs.len(); // the number of y, and of the matrix row that sums the outputs up to y
         let norm = row.checked_sub(1).and_then(|l| self.norms.get(l)); // the embedding, row 0, has no norm
         let normed = |x: Tensor| norm.map_or_else(|| Ok(x.shallow_clone()), |norm| norm.forward(&x, &ctx.rows()));
         outputs.push(if self.on_sums { y } else { normed(y)? });

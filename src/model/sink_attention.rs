@@ -17,8 +17,8 @@ use std::cell::OnceCell;
 use tch::{Kind, Tensor};
 
 /// Computes drop(softmax(scale·QKᵀ, b))V per head, (rows, d), with each head's sink as one more logit of its softmax;
-/// `sinks` is b, (heads). `ranges` is int64 (sentences, 4),
-/// as in [`attention`](crate::operator::attention); `dropout` is (p, seed, site).
+/// `sinks` is b, (heads). `ranges` is int64 (sentences, 4), as in [`attention`](crate::operator::attention); `dropout`
+/// is (p, seed, site).
 pub fn sink_attention(
     qkv: [&Tensor; 3],
     sinks: &Tensor,

@@ -7,7 +7,7 @@ use tch::Tensor;
 
 /// The ε that is added to mean squares, to gates, and to the divisors in Sinkhorn's algorithm.
 pub const EPS: f64 = 1e-6;
-/// The least norm by which rows are divided.
+/// The least norm by which rows are divided. A row with a smaller norm is divided by this number.
 pub const LEAST_NORM: f64 = 1e-12;
 
 /// Returns x/√(mean x² + ε) over the last dimension.

@@ -16,6 +16,7 @@ use tch::{no_grad, Device, Kind, Tensor};
 
 const D: i64 = 8;
 
+/// Returns the configuration of a small language model with this scheme.
 fn config(residual: &str, layers: i64) -> TransformerConfig {
     let text = format!(
         r#"{{"architecture": "decoder-only", "residual": "{residual}", "d_model": {D}, "d_ff": 12, "heads": 2,
@@ -24,10 +25,12 @@ fn config(residual: &str, layers: i64) -> TransformerConfig {
     crate::config::from_json("model", &text).unwrap()
 }
 
+/// Builds the decoder of a configuration, and returns it with its parameters and buffers by name.
 fn build(config: &TransformerConfig) -> (Stack, BTreeMap<String, Tensor>) {
     build_of(config, config.schemes())
 }
 
+/// Builds the decoder as [`build`] does, but with other schemes than the configuration's.
 fn build_of(config: &TransformerConfig, schemes: &Schemes) -> (Stack, BTreeMap<String, Tensor>) {
     tch::manual_seed(1);
     let mut b = Builder::fresh(4, Device::Cpu, Kind::Double);
@@ -39,6 +42,7 @@ fn build_of(config: &TransformerConfig, schemes: &Schemes) -> (Stack, BTreeMap<S
     (stack, names)
 }
 
+/// Runs a stack on two sentences of three and two tokens; x is (5, D).
 fn run(stack: &Stack, x: &Tensor, ctx: &Context) -> Tensor {
     let input = Packed::of(&[&[4, 5, 6], &[7, 8]]).unwrap();
     let own = Ranges::causal(&input, Device::Cpu).unwrap();
@@ -60,11 +64,13 @@ fn function(branch: &BuiltSublayer, x: &Tensor) -> Tensor {
     f.unwrap()
 }
 
+/// Returns five random rows, which are the same in every call.
 fn rows() -> Tensor {
     tch::manual_seed(2);
     Tensor::randn([5, D], (Kind::Double, Device::Cpu))
 }
 
+/// True if the tensors are equal up to rounding.
 fn close(a: &Tensor, b: &Tensor) -> bool {
     a.allclose(b, 1e-10, 1e-12, false)
 }
@@ -91,8 +97,8 @@ impl Norm for Running {
                 Some(mask) => x.f_index_select(0, &mask.f_logical_not()?.f_nonzero()?.f_squeeze_dim(1)?)?,
                 None => x.shallow_clone(),
             };
-            let now = no_grad(|| real.f_square()?.f_mean_dim([0i64].as_slice(), false, None))?;
-            let _ = no_grad(|| self.square.shallow_clone().f_lerp_(&now, 0.1))?;
+            let batch_square = no_grad(|| real.f_square()?.f_mean_dim([0i64].as_slice(), false, None))?;
+            let _ = no_grad(|| self.square.shallow_clone().f_lerp_(&batch_square, 0.1))?;
         }
         Ok(y)
     }
@@ -108,9 +114,9 @@ fn a_norm_with_state() {
         norms[0].forward(&x, &RowContext { train: true, pad_mask: Some(&mask), ..RowContext::default() }).unwrap();
     assert!(close(&before, &trained), "the forward that moves the statistics still uses the old ones");
     let _ = norms[1].forward(&x.narrow(0, 0, 2), &RowContext { train: true, ..RowContext::default() }).unwrap();
-    let [a, b] = norms.map(|n| n.forward(&x, &RowContext::default()).unwrap());
-    assert!(!close(&before, &a), "a training forward moves them");
-    assert!(close(&a, &b), "padding enters no statistic");
+    let [with_padding, without] = norms.map(|norm| norm.forward(&x, &RowContext::default()).unwrap());
+    assert!(!close(&before, &with_padding), "a training forward moves them");
+    assert!(close(&with_padding, &without), "padding enters no statistic");
 }
 
 #[test]
@@ -144,7 +150,8 @@ fn profiling_makes_each_sum_as_wide_as_its_gain() {
     let ctx = Context::evaluation(Kind::Double).profiling();
     let x = rows();
     let _ = no_grad(|| run(&stack, &x, &ctx));
-    let omega = |l: i64, i: i64| names[&format!("layers.{l}.residual_scale{i}")].double_value(&[0]);
+    let omega =
+        |layer: i64, sublayer: i64| names[&format!("layers.{layer}.residual_scale{sublayer}")].double_value(&[0]);
     assert_eq!(omega(0, 1), 1.0);
     assert!(omega(0, 1) < omega(0, 2) && omega(0, 2) < omega(1, 1) && omega(1, 1) < omega(1, 2));
 }
@@ -185,6 +192,7 @@ fn slots_that_move_keep_their_past() {
     const SLOTS: i64 = 48;
     let (stack, _) = build(&config("prenorm", 2));
     let ctx = || Context::evaluation(Kind::Double);
+    // Runs this many steps, checks some slots, and returns the number of rows in the cache.
     let check = |steps: i64| {
         let mut cache = StackCache::default();
         let mut histories: Vec<Vec<Tensor>> = (0..SLOTS).map(|_| vec![]).collect();
@@ -296,8 +304,8 @@ fn the_fused_step_is_the_unfused_one() {
     let mut stream = x.shallow_clone();
     for (l, layer) in fused.layers().iter().enumerate() {
         for (s, branch) in layer.sublayers.iter().enumerate() {
-            let n = norm(&format!("layers.{l}.norm{}", s + 1), &stream);
-            stream += function(branch, &n);
+            let normed = norm(&format!("layers.{l}.norm{}", s + 1), &stream);
+            stream += function(branch, &normed);
         }
     }
     assert!(close(&y, &norm("norm", &stream)));

@@ -36,6 +36,7 @@ impl UnitScaled {
     /// Returns the factors of x and F(x), 1/√(1 + τ²) and τ/√(1 + τ²), in the stack's `number`-th sublayer, counted
     /// from 0. Even numbers are attention's, odd ones the feed-forwards'.
     pub fn gains(&self, number: i64) -> (f64, f64) {
+        // The sizes of one branch of feed-forward and of attention, whose mean square is `residual` squared.
         let feed_forward = self.residual * (2.0 / (1.0 + self.attention_ratio.powi(2))).sqrt();
         let attention = self.attention_ratio * feed_forward;
         // The numbers of attention's and of feed-forwards' branches before this one.
@@ -77,7 +78,8 @@ impl UnitScaled {
     /// rate. For batches of N tokens, set the option ε to the library's ε/√N to get the library's updates.
     pub fn multipliers(&self, name: &str, part: Part, shape: &[i64]) -> Multipliers {
         let fan_in = *shape.last().unwrap_or(&1) as f64;
-        // The ratios of the library's gradients to the true ones, divided by √N, at three places.
+        // The ratios of the library's gradients to the true ones, divided by √N for N tokens: at the logits, in the
+        // residual stream, and in a sublayer.
         let at_logits = self.vocab_size / (self.vocab_size - 1.0).sqrt() / self.loss;
         let in_stream = at_logits * self.d_model / self.vocab_size.sqrt();
         let in_layer = |(sublayer, terms): (i64, f64)| {
@@ -101,14 +103,14 @@ impl UnitScaled {
         // The name is `STACK.layers.LAYER.MODULE.…`. A layer has two sublayers: attention, then the feed-forward.
         let inside = name.split_once(".layers.").map_or("", |(_, inside)| inside);
         let (layer, module) = inside.split_once('.').unwrap_or(("0", inside));
-        let first = 2 * layer.parse::<i64>().unwrap_or(0);
+        let attention = 2 * layer.parse::<i64>().unwrap_or(0);
         let module = module.split('.').next().unwrap_or("");
         match module {
-            "self_attn" if inside.contains("norm") => (first, 1.0),
-            "self_attn" => (first, self.d_model),
-            _ if module.starts_with("linear") => (first + 1, self.d_ff),
+            "self_attn" if inside.contains("norm") => (attention, 1.0),
+            "self_attn" => (attention, self.d_model),
+            _ if module.starts_with("linear") => (attention + 1, self.d_ff),
             // The norms of a layer: norm1 belongs to attention, norm2 to the feed-forward.
-            _ => (first + i64::from(module.ends_with('2')), 1.0),
+            _ => (attention + i64::from(module.ends_with('2')), 1.0),
         }
     }
 }

@@ -19,6 +19,7 @@ pub static ADMIN: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares x⁺ = N(ω⊙x + F(x)) with a learned ω per column, which profiling sets before the first update.
 fn around(place: &LayerContext) -> ResidualSpec {
     let omega = Learned::new(place.numbered("residual_scale"), &[place.model.d_model], 1.0);
     ResidualSpec { alpha: Gain::Learned(omega), after: place.closing_norm().into(), ..ResidualSpec::default() }
@@ -32,10 +33,13 @@ pub static ADMIN_CONST: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares x⁺ = N(ωx + F(x)) with a constant ω.
 fn around_const(place: &LayerContext) -> ResidualSpec {
     ResidualSpec { alpha: Gain::Constant(omega(place)), after: place.closing_norm().into(), ..ResidualSpec::default() }
 }
 
+/// Returns ω = √((b + 1)/ln(b + 1) − 1) for b branches: 2N in an encoder of N layers, 3M in a decoder of M layers, or
+/// 2L in a single stack of depth L.
 fn omega(place: &LayerContext) -> f64 {
     let branches = place.constant(|n, _| 2.0 * n, |_, m| 3.0 * m, |l| 2.0 * l);
     ((branches + 1.0) / (branches + 1.0).ln() - 1.0).sqrt()

@@ -25,6 +25,7 @@ option_spec! {
     QUERIES ("attnres_queries"): i64 = 1, one_or_three;
 }
 
+/// Errors unless the option `name` has the value 1 or 3.
 fn one_or_three(name: &str, value: i64) -> Result<()> {
     match value {
         1 | 3 => Ok(()),
@@ -80,12 +81,14 @@ fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     }
 }
 
+/// Declares that the stack's output is an attention over all sublayers' outputs, with a norm after it.
 fn stack(place: &LayerContext) -> StackSpec {
     let weights = weights(place, 1, |stem| format!("end_{stem}"));
     StackSpec { mixing: Some(Mixing::Depth(DepthAttention { weights, begins_block: false })), ..(PRENORM.stack)(place) }
 }
 
-/// Declares the parameters of the attention over depth. Queries begin at 0, so that all outputs have equal weights.
+/// Declares the parameters of the attention over depth, with `queries` queries; `name` makes a parameter's full name
+/// from its stem. Queries begin at 0, so that all outputs have equal weights.
 fn weights(place: &LayerContext, queries: i64, name: impl Fn(&str) -> String) -> Option<DepthWeights> {
     let d = place.model.d_model;
     let shape = if queries == 1 { vec![d] } else { vec![queries, d] };
@@ -100,6 +103,7 @@ fn weights(place: &LayerContext, queries: i64, name: impl Fn(&str) -> String) ->
     })
 }
 
+/// Returns the number of queries with which this sublayer reads its input: the option's in self-attention, else 1.
 fn queries(place: &LayerContext) -> i64 {
     if place.sublayer == Sublayer::SelfAttention {
         place.options.get(&QUERIES)

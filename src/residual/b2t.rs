@@ -16,10 +16,12 @@ pub static B2T: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Keeps each layer's input for the layer's last sublayer.
 fn layer(_: &LayerContext) -> Vec<Change> {
     vec![Change::Keep(INPUT.into())]
 }
 
+/// Declares x⁺ = N(x + F(x)), or N(x₀ + x + F(x)) in the layer's last sublayer, where x₀ is the layer's input.
 fn around(place: &LayerContext) -> ResidualSpec {
     match place.index + 1 == place.sublayers {
         true => ResidualSpec {

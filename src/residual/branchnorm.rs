@@ -21,10 +21,12 @@ pub static BRANCHNORM: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares x⁺ = N(x + α_t F(x)).
 fn around(place: &LayerContext) -> ResidualSpec {
     ResidualSpec { beta: Gain::Growing, after: place.closing_norm().into(), ..ResidualSpec::default() }
 }
 
+/// Declares the schedule of α_t, which is the same in all layers.
 fn stack(place: &LayerContext) -> StackSpec {
     let growth = Growth { steps: place.options.get(&STEPS), curve: place.options.get(&GROWTH), by_layer: false };
     StackSpec { growth: Some(growth), ..StackSpec::default() }

@@ -102,9 +102,9 @@ impl Walk<'_> {
                 return Err("a gain grows, and the stack declares no growth".into());
             }
         }
-        let (found, wanted) = (streams.len(), self.stack.streams.len());
-        if found != wanted {
-            return Err(format!("it moves {found} streams beside x, and the stack has {wanted}"));
+        let (moved, wanted) = (streams.len(), self.stack.streams.len());
+        if moved != wanted {
+            return Err(format!("it moves {moved} streams beside x, and the stack has {wanted}"));
         }
         if mixing.is_some() != self.stack.mixing.is_some() {
             return Err("the sublayers and the stack's end must all read of several tensors, or none".into());
@@ -189,7 +189,8 @@ impl Walk<'_> {
         }
     }
 
-    /// Checks the shapes and numbers of a hyper-connection's gates, for n streams.
+    /// Checks the shapes and numbers of a hyper-connection's gates, for n streams around a sublayer or at a stack's
+    /// end.
     fn gates(&mut self, gates: &Gates, n: i64, at_end: bool) -> CheckResult {
         let d = self.first.model.d_model;
         let mut check_shape = |parameter: &Learned, shape: &[i64]| self.parameter("mixing", parameter, &[shape]);
@@ -201,6 +202,7 @@ impl Walk<'_> {
                 Err(format!("hyper-connections take at least 0 iterations, got {iterations}"))
             }
             Gates::Joint { weight, scale, bias, iterations, .. } => {
+                // p has n rows of the weight, g has n and R has n²; s has one number for each of them.
                 let (rows, scales) = match (at_end, iterations) {
                     (true, _) => (n, 1),
                     (false, 0) => (2 * n, 2),
@@ -251,12 +253,14 @@ impl Walk<'_> {
         }
     }
 
+    /// Checks changes of rows of this width. `at` names their place in messages; `path` is as in
+    /// [`check_path`](Self::check_path).
     fn changes(&mut self, at: &str, changes: &[Change], width: i64, path: Option<&str>) -> CheckResult {
         changes.iter().try_for_each(|change| self.change(at, change, &[width], path))
     }
 
-    /// Checks a change. `widths` are the widths that a norm may have here. The first is the width of a head, if the
-    /// rows are split into heads; the last is the width of the row.
+    /// Checks a change; `at` names its place in messages. `widths` are the widths that a norm may have here. The first
+    /// is the width of a head, if the rows are split into heads; the last is the width of the row.
     fn change(&mut self, at: &str, change: &Change, widths: &[i64], path: Option<&str>) -> CheckResult {
         let width = *widths.last().expect("rows have a width");
         match change {
@@ -313,7 +317,8 @@ impl Walk<'_> {
         }
     }
 
-    /// Checks a gain: a constant, a temperature, or the shape of its parameter.
+    /// Checks a gain: a constant, a temperature, or the shape of its parameter, which has one element or one of
+    /// these widths.
     fn gain(&mut self, gain: &Gain, widths: &[i64]) -> CheckResult {
         match gain {
             Gain::Constant(c) if !is_finite_in_f32(*c) => Err(format!("a gain is {c:e}: it must be finite in float32")),
@@ -362,8 +367,8 @@ impl Walk<'_> {
         }
     }
 
-    /// Checks a parameter. If its name occurs at several places, it is one parameter, so the declarations must be
-    /// equal.
+    /// Checks a parameter, which may have one of `shapes`; `at` names its place in messages. If its name occurs at
+    /// several places, it is one parameter, so the declarations must be equal.
     fn parameter(&mut self, at: &str, parameter: &Learned, shapes: &[&[i64]]) -> CheckResult {
         let Learned { name, shape, value, .. } = parameter;
         self.name(name)?;
@@ -407,7 +412,8 @@ impl Walk<'_> {
         }
     }
 
-    /// Errors if the name of an attention's part does not begin with the attention's path.
+    /// Errors if the name of an attention's part does not begin with the attention's path. Outside an attention `path`
+    /// is `None`.
     fn check_path(&self, name: &str, path: Option<&str>) -> CheckResult {
         match path {
             Some(path) if !name.starts_with(path) => {

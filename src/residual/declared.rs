@@ -26,10 +26,12 @@ pub struct NormAt {
     pub is_weighted: bool,
 }
 
+/// Returns serde's default of a factor.
 fn one() -> f64 {
     1.0
 }
 
+/// Returns serde's default of [`NormAt::is_weighted`].
 fn yes() -> bool {
     true
 }
@@ -61,6 +63,7 @@ pub enum FirstValue {
 }
 
 impl Learned {
+    /// Declares a parameter over which no sum runs.
     fn of(name: impl Into<String>, shape: &[i64], value: FirstValue) -> Self {
         Learned { name: name.into(), shape: shape.to_vec(), value, sums_over: SumsOver::Nothing }
     }
@@ -217,8 +220,8 @@ pub struct SublayerSpec {
 }
 
 /// Reads changes and sorts them by point, because a dictionary may name them in any order.
-fn in_order<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<Vec<(Point, Change)>, D::Error> {
-    let mut inside = Vec::<(Point, Change)>::deserialize(from)?;
+fn in_order<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<(Point, Change)>, D::Error> {
+    let mut inside = Vec::<(Point, Change)>::deserialize(deserializer)?;
     inside.sort_by_key(|(point, _)| *point);
     Ok(inside)
 }
@@ -234,7 +237,7 @@ pub struct LayerSpec {
 }
 
 impl SublayerSpec {
-    /// Iterates over the changes in the order in which they act.
+    /// Iterates over the sublayer's changes, around and inside it, in the order in which they act.
     pub fn changes(&self) -> impl Iterator<Item = &Change> {
         let ResidualSpec { before, skip, branch, after, .. } = &self.around;
         before
@@ -245,7 +248,7 @@ impl SublayerSpec {
 }
 
 impl LayerSpec {
-    /// Iterates over the changes in the order in which they act.
+    /// Iterates over the layer's changes in the order in which they act.
     pub fn changes(&self) -> impl Iterator<Item = &Change> {
         self.begin.iter().chain(self.sublayers.iter().flat_map(SublayerSpec::changes))
     }
@@ -276,9 +279,9 @@ impl LayerSpec {
 
 /// Returns the names of the tensors that layer `index` keeps and that later layers or the stack's end read.
 pub fn leaves<'a>(layers: &'a [LayerSpec], index: usize, flow: &'a StackSpec) -> BTreeSet<&'a str> {
-    let above: BTreeSet<&str> = layers[index + 1..].iter().flat_map(LayerSpec::takes).collect();
-    let at_end: BTreeSet<&str> = flow.end.iter().filter_map(Change::mixes).collect();
-    layers[index].leaves().into_iter().filter(|name| above.contains(name) || at_end.contains(name)).collect()
+    let read_above: BTreeSet<&str> = layers[index + 1..].iter().flat_map(LayerSpec::takes).collect();
+    let read_at_end: BTreeSet<&str> = flow.end.iter().filter_map(Change::mixes).collect();
+    layers[index].leaves().into_iter().filter(|name| read_above.contains(name) || read_at_end.contains(name)).collect()
 }
 
 /// Named points inside a sublayer, in the order in which they are reached.
@@ -320,6 +323,7 @@ impl Point {
     pub const BEFORE_PRODUCTS: [Point; 5] =
         [Point::Query, Point::Key, Point::Value, Point::RotatedQuery, Point::RotatedKey];
 
+    /// True for a point on q, k or v, between their projections and attention's products.
     pub fn is_before_products(self) -> bool {
         Self::BEFORE_PRODUCTS.contains(&self)
     }

@@ -11,10 +11,13 @@ pub static DEEPNORM: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares x⁺ = N(αx + F(x)).
 fn around(place: &LayerContext) -> ResidualSpec {
     ResidualSpec { alpha: Gain::Constant(alpha(place)), after: place.closing_norm().into(), ..ResidualSpec::default() }
 }
 
+/// Returns the paper's α, which grows with the numbers of layers: n in the encoder, m in the decoder, or l in a single
+/// stack.
 fn alpha(place: &LayerContext) -> f64 {
     place.constant(
         |n, m| 0.81 * (n.powi(4) * m).powf(1.0 / 16.0),

@@ -14,6 +14,7 @@ pub static DEPTH_SCALED: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares x⁺ = √((k − 1)/k)·x + N(F(N(x)))/√k for the sum of k terms.
 fn around(place: &LayerContext) -> ResidualSpec {
     let k = (place.number() + 2) as f64; // the number of terms in the sum, the embedding included
     let (alpha, beta) = (Gain::Constant(((k - 1.0) / k).sqrt()), Gain::Constant(1.0 / k.sqrt()));

@@ -26,6 +26,7 @@ pub static DLCL: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares the residual connection of PreNorm or PostNorm, as the option `dlcl_norm` says.
 fn around(place: &LayerContext) -> ResidualSpec {
     let mut around = (layers(place).around)(place);
     // PostNorm's last norm is not the stack's last here: the norm of the last sum follows.
@@ -37,6 +38,8 @@ fn around(place: &LayerContext) -> ResidualSpec {
     around
 }
 
+/// Declares that each layer reads a weighted sum of all earlier outputs, which begins as their mean. In the form `post`
+/// the sums are normed, in the form `pre` the outputs.
 fn stack(place: &LayerContext) -> StackSpec {
     let on_sums = place.options.get(&NORM) == DlclNorm::Post;
     // With norms on sums, the norm of the last sum is the stack's last norm.

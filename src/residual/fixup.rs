@@ -29,6 +29,7 @@ pub static R_FIXUP: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares x⁺ = x + s·F(x) with a learned scalar s, for R-Fixup.
 fn around(place: &LayerContext) -> ResidualSpec {
     let scale = Learned::new(place.numbered("branch_scale"), &[1], 1.0);
     ResidualSpec { beta: Gain::Learned(scale), ..ResidualSpec::default() }

@@ -40,10 +40,12 @@ pub struct GivenStack {
     pub stack: StackSpec,
 }
 
+/// Returns serde's default of [`GivenScheme::init`].
 fn xavier() -> String {
     "xavier".into()
 }
 
+/// Returns serde's default of [`GivenScheme::has_biases`].
 fn yes() -> bool {
     true
 }
@@ -88,7 +90,7 @@ impl GivenScheme {
         Ok(())
     }
 
-    /// Errors if the declaration cannot be built as this stack of the model.
+    /// Errors if the declaration cannot be built as a stack of the model; `first` is the stack's first sublayer.
     pub fn check(&self, first: &LayerContext) -> Result<()> {
         let named = |why: String| Error::invalid(format!("residual {:?}: {why}", self.name));
         let stack = self.stacks.get(&first.stack).ok_or_else(|| {
@@ -105,10 +107,12 @@ impl GivenScheme {
         self.stacks.get(&place.stack)?.layers.get(place.layer as usize)
     }
 
+    /// Returns the declaration of the sublayer at this place; `None` if the declaration has no such sublayer.
     pub fn sublayer_at(&self, place: &LayerContext) -> Option<&SublayerSpec> {
         self.layer_at(place)?.sublayers.get(place.index as usize)
     }
 
+    /// Returns the parts of the whole stack of this place; `None` if the declaration has no such stack.
     pub fn stack_at(&self, place: &LayerContext) -> Option<&StackSpec> {
         Some(&self.stacks.get(&place.stack)?.stack)
     }

@@ -26,7 +26,7 @@ option_spec! {
 }
 
 impl GpasScheme {
-    /// Returns the scheme to which gpas is applied.
+    /// Returns the scheme to which gpas adds its gates, as the option `gpas_scheme` says.
     fn of(place: &LayerContext) -> &'static Scheme {
         match place.options.get(&SCHEME) {
             GpasScheme::PreNorm => &PRENORM,
@@ -61,10 +61,12 @@ fn around(place: &LayerContext) -> ResidualSpec {
     }
 }
 
+/// Returns the changes inside a sublayer of the scheme to which gpas is applied.
 fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     (GpasScheme::of(place).inside)(place)
 }
 
+/// Returns the whole stack's parts in the scheme to which gpas is applied.
 fn stack(place: &LayerContext) -> StackSpec {
     (GpasScheme::of(place).stack)(place)
 }

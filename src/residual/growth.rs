@@ -32,11 +32,12 @@ impl Growth {
         let grown = match self.curve {
             GrowthCurve::Linear => x,
             GrowthCurve::Exp => x.f_mul_scalar(5.0)?.f_expm1()?.f_div_scalar(5f64.exp_m1())?,
+            // The logistic curve is rescaled, so that it runs from 0 at t = 0 to 1 at t = T.
             GrowthCurve::Sigmoid => {
                 let logistic = |x: f64| 1.0 / (1.0 + (-x).exp());
                 let (low, high) = (logistic(-5.0), logistic(5.0));
-                let now = x.f_sub_scalar(0.5)?.f_mul_scalar(10.0)?.f_sigmoid()?;
-                now.f_sub_scalar(low)?.f_div_scalar(high - low)?
+                let raw = x.f_sub_scalar(0.5)?.f_mul_scalar(10.0)?.f_sigmoid()?;
+                raw.f_sub_scalar(low)?.f_div_scalar(high - low)?
             }
         };
         Ok(grown.f_clamp(0.0, 1.0)?.f_to_kind(kind)?)

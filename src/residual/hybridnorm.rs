@@ -26,6 +26,7 @@ fn around(place: &LayerContext) -> ResidualSpec {
     }
 }
 
+/// Declares norms on each head's queries, keys and values.
 fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     if place.sublayer == Sublayer::FeedForward {
         return Vec::new();
@@ -45,7 +46,7 @@ pub static HYBRIDNORM_STAR: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
-/// In this variant the first layer is PreNorm.
+/// Declares PreNorm in the first layer, and HybridNorm in the others.
 fn around_star(place: &LayerContext) -> ResidualSpec {
     match place.layer {
         0 => (PRENORM.around)(place),

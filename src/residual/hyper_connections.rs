@@ -29,6 +29,8 @@ pub static HYPER_CONNECTIONS: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares how a sublayer reads, mixes and writes n streams. At first it reads one stream, keeps each stream and adds
+/// F(x) to all of them.
 fn around(place: &LayerContext) -> ResidualSpec {
     let (n, d) = (place.options.get(&STREAMS), place.model.d_model);
     let own = place.number() % n; // the stream that this sublayer reads at first
@@ -52,6 +54,7 @@ fn around(place: &LayerContext) -> ResidualSpec {
     ResidualSpec { mixing: Some(mixing), ..(PRENORM.around)(place) }
 }
 
+/// Declares that the stack's output is the norm of the sum of its streams.
 fn stack(place: &LayerContext) -> StackSpec {
     sum_at_end(place, place.options.get(&STREAMS))
 }

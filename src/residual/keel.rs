@@ -17,6 +17,7 @@ pub static KEEL: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares x⁺ = N(αx + F(N(x))).
 fn around(place: &LayerContext) -> ResidualSpec {
     let alpha = match place.options.get(&ALPHA) {
         0.0 => place.additions() as f64,

@@ -18,6 +18,7 @@ pub static LAYERSCALE: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares x⁺ = x + λ⊙F(N(x)) with a learned λ per column.
 fn around(place: &LayerContext) -> ResidualSpec {
     let lambda = Learned::new(place.numbered("branch_scale"), &[place.model.d_model], place.options.get(&START));
     ResidualSpec { beta: Gain::Learned(lambda), ..(PRENORM.around)(place) }

@@ -26,6 +26,7 @@ pub static LN_SCALING: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares PreNorm. In the form `weight`, the norm's weight begins at 1/√l.
 fn around(place: &LayerContext) -> ResidualSpec {
     let start = match place.options.get(&MODE) {
         LnScalingMode::Constant => 1.0,
@@ -34,6 +35,7 @@ fn around(place: &LayerContext) -> ResidualSpec {
     ResidualSpec { before: NormAt { start, ..place.norm() }.into(), ..ResidualSpec::default() }
 }
 
+/// Declares the constant 1/√l on the norm's output, in the form `constant`.
 fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     match place.options.get(&MODE) {
         LnScalingMode::Constant => vec![(Point::Input, Change::Times(factor(place)))],
@@ -41,6 +43,7 @@ fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     }
 }
 
+/// Returns 1/√l for layer l, counted from 1.
 fn factor(place: &LayerContext) -> f64 {
     ((place.layer + 1) as f64).sqrt().recip()
 }

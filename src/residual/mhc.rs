@@ -73,14 +73,15 @@ pub static MHC: Scheme = Scheme {
 /// Errors if an option is set that only another form of mixing uses.
 fn check(options: &Options) -> Result<()> {
     let mixing = options.get(&MIXING);
-    let unused = |option: &dyn AnyOption, of: MhcMixing| {
+    // Errors if the option is set, and the mixing is not `user`, the one that uses it.
+    let unused = |option: &dyn AnyOption, user: MhcMixing| {
         let value = options.value(option);
-        match mixing == of || value == option.field("").default {
+        match mixing == user || value == option.field("").default {
             true => Ok(()),
             false => Err(Error::invalid(format!(
                 "{} = {value} is an option of mhc_mixing = {:?}, and here it is {:?}: leave it out",
                 option.name(),
-                of.name(),
+                user.name(),
                 mixing.name()
             ))),
         }
@@ -89,6 +90,7 @@ fn check(options: &Options) -> Result<()> {
     unused(&RANK, MhcMixing::Channel)
 }
 
+/// Declares how a sublayer reads, mixes and writes the streams, and the norm on what it reads.
 fn around(place: &LayerContext) -> ResidualSpec {
     let mixing = Some(connection(place, false, |stem| place.numbered(stem)));
     match place.options.get(&MIXING) {
@@ -98,6 +100,7 @@ fn around(place: &LayerContext) -> ResidualSpec {
     }
 }
 
+/// Declares how the stack's output is read from the streams, and the norm after it, if the gates have none.
 fn stack(place: &LayerContext) -> StackSpec {
     let mixing = Some(connection(place, true, |stem| format!("end_{stem}")));
     match (place.options.get(&MIXING), place.options.get(&END)) {
@@ -107,11 +110,12 @@ fn stack(place: &LayerContext) -> StackSpec {
 }
 
 /// Returns the mixing of a sublayer, or of the stack's end. `name` makes a parameter's full name from its stem. The
-/// biases set the initial weights: p with which the n streams are read, g with which F(x) is written to them, and R, which
-/// mixes them.
+/// biases set the initial weights: p with which the n streams are read, g with which F(x) is written to them, and R,
+/// which mixes them.
 fn connection(place: &LayerContext, is_end: bool, name: impl Fn(&str) -> String) -> Mixing {
     let options = place.options;
     let (n, d, magnitude) = (options.get(&STREAMS), place.model.d_model, options.get(&MAGNITUDE));
+    // Declares gates that are functions of all streams together, with `scales` numbers s and the initial values `bias`.
     let joint = |scales: i64, bias: Vec<f64>, weight: fn(String, &[i64]) -> Learned, iterations: i64| {
         let rows = bias.len() as i64;
         Gates::Joint {

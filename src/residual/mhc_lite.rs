@@ -31,11 +31,14 @@ pub static MHC_LITE: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Errors unless the option `name` has 1 to 6 streams.
 fn check_streams(name: &str, value: i64) -> Result<()> {
     at_least_one(name, value)?;
     at_most(name, value, Gates::MOST_PERMUTED)
 }
 
+/// Declares how a sublayer reads, mixes and writes n streams. At first it mainly reads and writes one stream, and
+/// hardly mixes them.
 fn around(place: &LayerContext) -> ResidualSpec {
     let (n, d) = (place.options.get(&STREAMS), place.model.d_model);
     let own = place.number() % n; // the stream that this sublayer mainly reads and writes
@@ -53,6 +56,7 @@ fn around(place: &LayerContext) -> ResidualSpec {
     ResidualSpec { mixing: Some(mixing), ..(PRENORM.around)(place) }
 }
 
+/// Declares that the stack's output is the norm of the sum of its streams.
 fn stack(place: &LayerContext) -> StackSpec {
     sum_at_end(place, place.options.get(&STREAMS))
 }

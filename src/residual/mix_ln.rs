@@ -19,6 +19,7 @@ pub static MIX_LN: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares PostNorm in the stack's first layers, and PreNorm in the others.
 fn around(place: &LayerContext) -> ResidualSpec {
     // In f64, 0.29·100 is a little less than 29, so a small number is added before rounding down.
     let first = (place.options.get(&PART) * place.layers() as f64 + 1e-9).floor() as i64;

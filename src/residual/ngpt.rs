@@ -21,20 +21,22 @@ pub static NGPT: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares x⁺ = u(u(x) + |a|⊙(u(F(x)) − u(x))), in which u scales a vector to length 1: α = 1 − |a| and β = |a|.
 fn around(place: &LayerContext) -> ResidualSpec {
     // w begins at `base`, so with this temperature |w/τ| begins at `SHARE`.
     let base = base(place);
-    let (of, temperature) = (Learned::new(place.numbered("share"), &[place.model.d_model], base), base / SHARE);
+    let (w, temperature) = (Learned::new(place.numbered("share"), &[place.model.d_model], base), base / SHARE);
     ResidualSpec {
         skip: vec![Change::Unit(EPS)],
         branch: vec![Change::Unit(EPS)],
         after: vec![Change::Unit(EPS)],
-        alpha: Gain::CoMagnitude { of: of.clone(), temperature },
-        beta: Gain::Magnitude { of, temperature },
+        alpha: Gain::CoMagnitude { of: w.clone(), temperature },
+        beta: Gain::Magnitude { of: w, temperature },
         ..ResidualSpec::default()
     }
 }
 
+/// Declares the scales inside a sublayer: of the products before the activation, or of unit queries and keys.
 fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     let model = &place.model;
     match place.sublayer {

@@ -34,6 +34,8 @@ pub static NORMFORMER: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares PreNorm, with a norm on self-attention's output and a scale λ of the feed-forward's x, if their options are
+/// on.
 fn around(place: &LayerContext) -> ResidualSpec {
     let mut around = (PRENORM.around)(place);
     match place.sublayer {
@@ -49,6 +51,7 @@ fn around(place: &LayerContext) -> ResidualSpec {
     around
 }
 
+/// Declares the scales of self-attention's heads and the norm inside the feed-forward, if their options are on.
 fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     match place.sublayer {
         Sublayer::SelfAttention if place.options.get(&HEAD_SCALE) => {

@@ -13,10 +13,12 @@ pub static OLMO2: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares x⁺ = x + N(F(x)).
 fn around(place: &LayerContext) -> ResidualSpec {
     ResidualSpec { branch: place.norm().into(), ..ResidualSpec::default() }
 }
 
+/// Declares norms on queries and keys, each over all heads together.
 fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     if place.sublayer == Sublayer::FeedForward {
         return Vec::new();

@@ -18,6 +18,7 @@ pub static PERI_LN: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares the norm after the last layer, and the one on the embedding unless its option is off.
 fn stack(place: &LayerContext) -> StackSpec {
     let norm = Change::Norm(NormAt { name: "embedding_norm".into(), ..place.norm() });
     let begin = if place.options.get(&EMBEDDING_NORM) { vec![norm] } else { Vec::new() };

@@ -198,7 +198,7 @@ pub struct LayerContext<'a> {
 }
 
 impl<'a> LayerContext<'a> {
-    /// Returns the place of the first sublayer in a layer.
+    /// Returns the place of the first sublayer in layer `layer`, counted from 0, of a stack.
     pub fn new(model: ModelShape<'a>, options: &'a Options, stack: StackName, layer: i64) -> Self {
         let kinds = stack.sublayers(&model);
         LayerContext {

@@ -11,6 +11,7 @@ pub static POSTNORM: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares x⁺ = N(x + F(x)). The last sublayer's norm is the stack's last.
 fn around(place: &LayerContext) -> ResidualSpec {
     ResidualSpec { after: place.closing_norm().into(), ..ResidualSpec::default() }
 }

@@ -12,10 +12,12 @@ pub static PRENORM: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares x⁺ = x + F(N(x)).
 fn around(place: &LayerContext) -> ResidualSpec {
     ResidualSpec { before: place.norm().into(), ..ResidualSpec::default() }
 }
 
+/// Declares a norm after the last layer.
 fn stack(place: &LayerContext) -> StackSpec {
     StackSpec { end: place.end_norm().into(), ..StackSpec::default() }
 }

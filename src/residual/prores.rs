@@ -19,7 +19,7 @@ choice! {
 }
 
 impl ProResScheme {
-    /// Returns the scheme whose branches are warmed up.
+    /// Returns the scheme whose branches are warmed up, as the option `prores_scheme` says.
     fn of(place: &LayerContext) -> &'static Scheme {
         match place.options.get(&SCHEME) {
             ProResScheme::PreNorm => &PRENORM,
@@ -50,14 +50,17 @@ pub static PRORES: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares the connection of the scheme that is warmed up, with the growing α_t on its branch.
 fn around(place: &LayerContext) -> ResidualSpec {
     ResidualSpec { beta: Gain::Growing, ..(ProResScheme::of(place).around)(place) }
 }
 
+/// Returns the changes inside a sublayer of the scheme that is warmed up.
 fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     (ProResScheme::of(place).inside)(place)
 }
 
+/// Declares the schedule of α_t, which takes longer in higher layers.
 fn stack(place: &LayerContext) -> StackSpec {
     let growth = Growth { steps: place.options.get(&STEPS), curve: GrowthCurve::Linear, by_layer: true };
     StackSpec { growth: Some(growth), ..(ProResScheme::of(place).stack)(place) }

@@ -16,10 +16,12 @@ pub static RESI_DUAL: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares x⁺ = N(x + F(x)), and s⁺ = s + F(x) for a second stream s.
 fn around(place: &LayerContext) -> ResidualSpec {
     ResidualSpec { after: place.norm().into(), streams: vec![StreamStep::default()], ..ResidualSpec::default() }
 }
 
+/// Declares the second stream s. After the last layer its norm N(s) is added to x.
 fn stack(place: &LayerContext) -> StackSpec {
     let norm = NormAt { name: "dual_norm".into(), ..place.end_norm() };
     StackSpec { streams: vec![ExtraStream { norm: Some(norm) }], ..StackSpec::default() }

@@ -11,6 +11,7 @@ pub static SANDWICH: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares x⁺ = x + N(F(N(x))): PreNorm with one more norm, on the branch's output.
 fn around(place: &LayerContext) -> ResidualSpec {
     let branch = NormAt { name: place.numbered("post_norm"), ..place.norm() };
     ResidualSpec { branch: branch.into(), ..(PRENORM.around)(place) }

@@ -47,6 +47,7 @@ impl SchemeRef {
         }
     }
 
+    /// Returns the options of a built-in scheme; a user's scheme has none.
     pub fn options(&self) -> &'static [&'static dyn AnyOption] {
         match self {
             SchemeRef::Table(scheme) => scheme.options,
@@ -54,6 +55,7 @@ impl SchemeRef {
         }
     }
 
+    /// Returns the name of the scheme's default initialisation.
     fn init(&self) -> &str {
         match self {
             SchemeRef::Table(scheme) => scheme.init,
@@ -61,27 +63,35 @@ impl SchemeRef {
         }
     }
 
+    /// Returns the residual connection around the sublayer at this place.
     pub fn around(&self, place: &LayerContext) -> ResidualSpec {
         match self {
             SchemeRef::Table(scheme) => (scheme.around)(place),
-            SchemeRef::Given(scheme) => scheme.sublayer_at(place).map(|it| it.around.clone()).unwrap_or_default(),
+            SchemeRef::Given(scheme) => {
+                scheme.sublayer_at(place).map(|sublayer| sublayer.around.clone()).unwrap_or_default()
+            }
         }
     }
 
+    /// Returns the changes inside the sublayer at this place, each with its point.
     pub fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
         match self {
             SchemeRef::Table(scheme) => (scheme.inside)(place),
-            SchemeRef::Given(scheme) => scheme.sublayer_at(place).map(|it| it.inside.clone()).unwrap_or_default(),
+            SchemeRef::Given(scheme) => {
+                scheme.sublayer_at(place).map(|sublayer| sublayer.inside.clone()).unwrap_or_default()
+            }
         }
     }
 
+    /// Returns the changes of x at the beginning of the layer at this place.
     fn layer(&self, place: &LayerContext) -> Vec<Change> {
         match self {
             SchemeRef::Table(scheme) => (scheme.layer)(place),
-            SchemeRef::Given(scheme) => scheme.layer_at(place).map(|it| it.begin.clone()).unwrap_or_default(),
+            SchemeRef::Given(scheme) => scheme.layer_at(place).map(|layer| layer.begin.clone()).unwrap_or_default(),
         }
     }
 
+    /// Returns the parts that belong to this place's whole stack.
     fn stack(&self, place: &LayerContext) -> StackSpec {
         match self {
             SchemeRef::Table(scheme) => (scheme.stack)(place),
@@ -89,6 +99,7 @@ impl SchemeRef {
         }
     }
 
+    /// True if linear layers have biases in models with this scheme.
     fn has_biases(&self) -> bool {
         match self {
             SchemeRef::Table(scheme) => scheme.has_biases,
@@ -96,6 +107,7 @@ impl SchemeRef {
         }
     }
 
+    /// True if profiling on the first batch sets the gains of x.
     fn is_profiled(&self) -> bool {
         match self {
             SchemeRef::Table(scheme) => scheme.is_profiled,
@@ -111,6 +123,7 @@ impl SchemeRef {
         }
     }
 
+    /// Returns why the residual stream is not a plain sum of branch outputs; `None` if it is one.
     fn own_depth(&self) -> Option<&'static str> {
         match self {
             SchemeRef::Table(scheme) => scheme.own_depth,
@@ -120,10 +133,11 @@ impl SchemeRef {
 }
 
 impl PartialEq for SchemeRef {
+    // Built-in schemes hold functions, which cannot be compared; their names are unique.
     fn eq(&self, other: &Self) -> bool {
         match (self, other) {
-            (SchemeRef::Table(one), SchemeRef::Table(other)) => one.name == other.name,
-            (SchemeRef::Given(one), SchemeRef::Given(other)) => one == other,
+            (SchemeRef::Table(left), SchemeRef::Table(right)) => left.name == right.name,
+            (SchemeRef::Given(left), SchemeRef::Given(right)) => left == right,
             _ => false,
         }
     }
@@ -203,7 +217,7 @@ impl Schemes {
             })?;
             schemes.first.push((SchemeRef::Table(scheme), share));
         }
-        // A stack has only one schedule of α_t, so all schemes that have one must agree.
+        // A stack has only one schedule of α_t, so all schemes that have a gain that grows must agree.
         let growths: Vec<_> =
             schemes.all().filter_map(|scheme| Some((scheme.name(), grows_by_layer(scheme)?))).collect();
         if let Some((other, _)) = growths.iter().find(|(_, by_layer)| *by_layer != growths[0].1) {
@@ -226,7 +240,7 @@ impl Schemes {
 
     /// Returns the scheme of the layer at this place.
     pub fn at(&self, place: &LayerContext) -> &SchemeRef {
-        let mut below = 0; // the number of layers up to the last one of `scheme`
+        let mut below = 0; // the number of layers from the bottom up to the last one of `scheme`
         for (scheme, share) in &self.first {
             below += share.of(place.layers());
             if place.layer < below {
@@ -241,7 +255,7 @@ impl Schemes {
         (0..place.layers()).map(|layer| self.layer(&LayerContext { layer, ..*place })).collect()
     }
 
-    /// Returns the declaration of the layer at this place.
+    /// Returns the declaration of the layer at this place, with the factors of F(x) that the parametrisation sets.
     pub fn layer(&self, place: &LayerContext) -> LayerSpec {
         let scheme = self.at(place);
         let sublayers = place.each().map(|place| {
@@ -274,9 +288,9 @@ impl Schemes {
             let start = (length * length - length).log2(); // the paper's initial factor for texts of this length
             let factor = Learned::new(place.path_of("qk_scale"), &[1], start);
             // The learned factor replaces attention's own factor of scores, which is divided out here.
-            let own = Change::Times(place.model.scaled.scores(place.d_head()).recip());
+            let undo_scale = Change::Times(place.model.scaled.scores(place.d_head()).recip());
             inside.extend([(Point::Query, unit.clone()), (Point::Query, Change::Scale(factor))]);
-            inside.extend([(Point::Query, own), (Point::Key, unit)]);
+            inside.extend([(Point::Query, undo_scale), (Point::Key, unit)]);
         }
         inside
     }

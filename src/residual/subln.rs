@@ -13,6 +13,7 @@ pub static SUBLN: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares a norm before the last projection of self-attention and of the feed-forward.
 fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     let (point, width) = match place.sublayer {
         Sublayer::SelfAttention => (Point::AfterHeads, place.model.d_model),

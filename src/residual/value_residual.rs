@@ -25,7 +25,7 @@ pub static VALUE_RESIDUAL: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
-/// The first layer keeps its values; every later layer mixes its own values with them.
+/// Lets the first layer keep its values, and every later layer mix its own values with them.
 fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     let start = place.options.get(&START);
     let gain = |name: &str| match place.options.get(&LEARNED) {

@@ -24,9 +24,10 @@ pub static VARIANCE_GATE: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares x⁺ = α⊙x + β⊙N(F(N(x))), in which one parameter w sets both gates.
 fn around(place: &LayerContext) -> ResidualSpec {
-    let of = Learned::normal(place.numbered("residual_gate"), &[place.model.d_model], START);
+    let w = Learned::normal(place.numbered("residual_gate"), &[place.model.d_model], START);
     let temperature = place.options.get(&TEMPERATURE);
-    let alpha = Gain::CoSigmoid { of: of.clone(), temperature };
-    ResidualSpec { alpha, beta: Gain::Sigmoid { of, temperature }, ..(SANDWICH.around)(place) }
+    let alpha = Gain::CoSigmoid { of: w.clone(), temperature };
+    ResidualSpec { alpha, beta: Gain::Sigmoid { of: w, temperature }, ..(SANDWICH.around)(place) }
 }

@@ -27,6 +27,7 @@ pub static X0_LAMBDAS: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Declares x ← λx + μx₀ at a layer's beginning, and keeps the middle layer's output if `backout` needs it.
 fn layer(place: &LayerContext) -> Vec<Change> {
     // `depth` runs from 0 in the first layer to 1 in the last, and the gains' initial values fall with it.
     let depth = place.layer as f64 / (place.layers() - 1).max(1) as f64;
@@ -46,6 +47,8 @@ fn after_middle(place: &LayerContext) -> i64 {
     place.layers() / 2 + 1
 }
 
+/// Declares the norm of the embedding x₀, which is kept, and with `backout` the subtraction before the stack's last
+/// norm.
 fn stack(place: &LayerContext) -> StackSpec {
     let norm = Change::Norm(NormAt { name: "embedding_norm".into(), ..place.norm() });
     let prenorm = (PRENORM.stack)(place);
