@@ -22,6 +22,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import comparison, entries
 
-    found = {entry.name: entry for module in (entries, comparison) for entry in module.ENTRIES}
-    globals()[name] = found
-    return found
+    reproductions = {entry.name: entry for module in (entries, comparison) for entry in module.ENTRIES}
+    # Python asks this function only for names that the module lacks, so the entries are read once.
+    globals()[name] = reproductions
+    return reproductions

@@ -51,34 +51,35 @@ def chosen(names: Sequence[str], scale: str) -> list[Reproduction]:
 def plan(entry: Reproduction, scale: str, data: Path, seeds: int | None = None) -> str:
     """Returns a description of the recipe, the runs and the files that they need; at scale `paper` also of the
     deviations from the paper."""
-    found = entry.scales[scale]
-    seeds = found.seeds if seeds is None else seeds
-    corpora = list(dict.fromkeys(row.corpus for row in found.rows))
+    declared_scale = entry.scales[scale]
+    seeds = declared_scale.seeds if seeds is None else seeds
+    corpora = list(dict.fromkeys(row.corpus for row in declared_scale.rows))
     # The options that all rows share are listed once.
-    shared = {name: value for name, value in found.rows[0].options.items()
-              if all(row.options.get(name) == value for row in found.rows)}  # fmt: skip
+    shared = {name: value for name, value in declared_scale.rows[0].options.items()
+              if all(row.options.get(name) == value for row in declared_scale.rows)}  # fmt: skip
     lines = [
         f"{entry.name}, scale {scale}: {entry.title}",
         f"  source: {entry.source}",
         f"  {entry.stance}",
-        f"  recipe: {found.about}",
+        f"  recipe: {declared_scale.about}",
     ]
     for name in corpora:
         corpus, lacking = CORPORA[name], missing([name], data).get(name, [])
         lines.append(f"  text: {corpus.title}; {corpus.origin}")
         lines += [f"    {data / path}{' (missing)' if path in lacking else ''}" for path in corpus.files.values()]
     if seeds > 1:
-        lines.append(f"  each of the {len(found.rows)} runs with {seeds} seeds")
+        lines.append(f"  each of the {len(declared_scale.rows)} runs with {seeds} seeds")
     if scale == "paper" and (differing := deviations(entry)):
         lines += ["  deviations from the paper:", *(f"    {line}" for line in differing)]
-    lines.append(f"  options of all {len(found.rows)} runs: {_listed(shared)}")
-    for row in found.rows:
-        own = {name: value for name, value in row.options.items() if name not in shared}
-        lines.append(f"    {', '.join(row.key.values())}: {_listed(own)}")
+    lines.append(f"  options of all {len(declared_scale.rows)} runs: {_listed(shared)}")
+    for row in declared_scale.rows:
+        own_options = {name: value for name, value in row.options.items() if name not in shared}
+        lines.append(f"    {', '.join(row.key.values())}: {_listed(own_options)}")
     return "\n".join(lines) + "\n"
 
 
 def _listed(options: dict[str, object]) -> str:
+    """Returns names and values as text: name value, name value, …"""
     return ", ".join(f"{name} {value}" for name, value in options.items())
 
 
@@ -122,13 +123,13 @@ def run(
         return
     if train:
         _check_data(entries, scale, data, all_results)
-    for entry, of_entry in zip(entries, all_results):
+    for entry, entry_results in zip(entries, all_results):
         if train:
             with quiet(scale == "check"):
                 runs = _runs(output / scale / "runs", settings)
-                if elsewhere := measure(of_entry.wanted, entry.scales[scale], of_entry, runs):
-                    write(f"{of_entry.stem}: {len(elsewhere)} rows are another process's")
-        _show(entry, scale, of_entry, write_to)
+                if others_rows := measure(entry_results.wanted, entry.scales[scale], entry_results, runs):
+                    write(f"{entry_results.stem}: {len(others_rows)} rows are another process's")
+        _show(entry, scale, entry_results, write_to)
 
 
 def _check_data(entries: Sequence[Reproduction], scale: str, data: Path, all_results: Sequence[Results]) -> None:
@@ -156,12 +157,14 @@ def quiet(wanted: bool) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _runs(folder: Path, how: dict[str, Any]) -> "Runs":
+def _runs(folder: Path, settings: dict[str, Any]) -> "Runs":
+    """Returns the runs whose folders are in `folder`. `settings`: the data's folder, the device, and progress
+    (bool)."""
     from .runs import Runs
 
     # Inside `quiet` the level is higher, and there is no progress bar.
-    progress = how["progress"] and logging.getLogger("normformer_rs").level < logging.WARNING
-    return Runs(folder, **{**how, "progress": progress})
+    progress = settings["progress"] and logging.getLogger("normformer_rs").level < logging.WARNING
+    return Runs(folder, **{**settings, "progress": progress})
 
 
 def measure(rows: Sequence[Row], scale: Scale, results: Results, runs: "Runs", ends: float = math.inf) -> list[Row]:
@@ -185,6 +188,7 @@ def measure(rows: Sequence[Row], scale: Scale, results: Results, runs: "Runs", e
 
 
 def _named(row: Row) -> str:
+    """Returns a name for the row in messages: the values of its key and its seed."""
     return ", ".join([*row.key.values(), f"seed {row.seed}"])
 
 
@@ -249,30 +253,31 @@ def _recompute(tables: Sequence[Results], data: Path) -> None:
                 continue
             lacking = missing({row.corpus for row in results.scale.rows}, data)
 
-            # The defaults bind the values of this turn of the loop.
+            # The defaults keep the values of this table; without them the function would read those of the last one.
             def references(row: Row, scale: Scale = results.scale, lacking: Container[str] = lacking) -> Any:
                 return None if row.corpus in lacking else runs.references(row, scale)
 
             print(f"{results.path('.csv')}:{'' if results.rows else ' nothing has been measured'}")
-            found = list(remade(results, references))
-            for figure in found:
+            figures = list(remade(results, references))
+            for figure in figures:
                 print(f"  {escaped(_words(figure))}")
                 counted[figure.state] += 1
             for corpus in lacking:
-                if any(figure.row.corpus == corpus and figure.name == "bleu" for figure in found):
+                if any(figure.row.corpus == corpus and figure.name == "bleu" for figure in figures):
                     print(f"  the translations were not scored again: {CORPORA[corpus].title} is not in {data}")
             if results.stale:
                 print(f"  rows that were measured with other options, and are not compared: {results.stale}")
-            recomputed = {figure.name for figure in found if figure.name}  # a figure without a name is a whole row
+            recomputed = {figure.name for figure in figures if figure.name}  # a figure without a name is a whole row
             if recomputed and (not_recomputed := left_out(results, recomputed)):
                 print(f"  not recomputed, since logs and weights are not kept: {', '.join(not_recomputed)}")
-    said = f"{counted['equal']} recomputed figures equal the stored ones, {counted['different']} differ"
-    print(f"{said}, {counted['cannot']} rows or figures cannot be recomputed", flush=True)
+    summary = f"{counted['equal']} recomputed figures equal the stored ones, {counted['different']} differ"
+    print(f"{summary}, {counted['cannot']} rows or figures cannot be recomputed", flush=True)
     if counted["different"]:
         raise InputError(f"{counted['different']} stored figures differ from what is kept of their runs: see above")
 
 
 def _words(figure: "Figure") -> str:
+    """Returns a line about a figure: equal, different, or why it cannot be recomputed."""
     name = ", ".join([_named(figure.row), *([figure.name] if figure.name else [])])
     if figure.state == "equal":
         # sacreBLEU's line is shown without the signature before " = ".
@@ -285,6 +290,8 @@ def _words(figure: "Figure") -> str:
 
 
 def _show(entry: Reproduction, scale: str, results: Results, write_to: Path | None) -> None:
+    """Prints the table, and draws the picture if matplotlib is installed. With `write_to`, both also go into that
+    Markdown file."""
     shown = entry.scales[scale].shown
     if not results.measured:
         raise InputError(f"{results.path('.csv')}: nothing of {entry.name} has been measured yet: leave --no-train out")

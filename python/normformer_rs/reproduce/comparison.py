@@ -22,6 +22,7 @@ _SHOWN = Shown(
     picture="comparison",
     value="valid_nll",
 )
+# The options of scale here are _NARROW, those of scale check are _SMALLER.
 _LANGUAGE_MODEL: Options = {"architecture": "decoder-only", "label_smoothing": 0.0, "schedule": "constant"}
 _NARROW: Options = {
     **_LANGUAGE_MODEL,
@@ -61,7 +62,9 @@ def _row(residual: str, norm: str, init: str, lr: float, options: Options, corpu
 
 
 def _rows(rates: tuple[float, ...], options: Options, corpus: str) -> tuple[Row, ...]:
-    # Each is (scheme, norm, initialisation).
+    """Returns a row for each rate, and for each scheme and norm with the common initialisation and, if a scheme's own
+    one differs, with that one too."""
+    # Each element is (scheme, norm, initialisation).
     chosen = [(*names, _EQUAL) for names in _NAMES]
     chosen += [(scheme, norm, _OWN[scheme]) for scheme, norm in _NAMES if _OWN[scheme] != _EQUAL]
     return tuple(

@@ -12,6 +12,7 @@ from .declared import Options
 Files = dict[str, Path]
 """Paths by role: train_source, train_target, valid_source, …, test_target. A language model has no sources."""
 _DEMO = {"train": 300, "valid": 20, "test": 30}
+"""The number of the demo's pairs in each part of the corpus `demo`."""
 
 
 class Corpus(NamedTuple):
@@ -56,10 +57,13 @@ def _numbers(_: Files, folder: Path) -> Files:
 
 
 def _demo_words(files: Files, folder: Path) -> Files:
+    """Writes the same pairs as `_demo`, and returns the target sides only: a text for a language model."""
     return {role: path for role, path in _demo(files, folder).items() if role.endswith("target")}
 
 
 def _last_tenth_held_out(files: Files, folder: Path) -> Files:
+    """Writes the lines of the file `text` that are not blank: nine tenths for training, the last tenth for
+    validation."""
     lines = [line for line in text.read_lines(str(files["text"])) if line.strip()]
     cut = len(lines) * 9 // 10
     files_made = {"train_target": folder / "train.txt", "valid_target": folder / "valid.txt"}
@@ -69,6 +73,8 @@ def _last_tenth_held_out(files: Files, folder: Path) -> Files:
 
 
 def _pair(folder: str, source: str, target: str, valid: str = "valid", test: str = "test") -> dict[str, str]:
+    """Returns the files of a pair of languages by role, in `folder`. `valid` and `test` are the names of these parts in
+    the files' names."""
     prefix = f"{folder}/" if folder else ""
     names = {"train": "train", "valid": valid, "test": test}
     return {f"{part}_{side}": f"{prefix}{name}.{language}" for part, name in names.items()
@@ -76,7 +82,8 @@ def _pair(folder: str, source: str, target: str, valid: str = "valid", test: str
 
 
 def _alone(folder: str, form: str) -> dict[str, str]:
-    """Returns the files of a corpus for a language model, which has target sides only."""
+    """Returns the files of a corpus for a language model, which has target sides only. `form` is a file's name with {}
+    in place of the part's name."""
     return {f"{part}_target": f"{folder}/{form.format(part)}" for part in ("train", "valid", "test")}
 
 

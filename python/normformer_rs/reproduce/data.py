@@ -15,6 +15,8 @@ from . import releases
 
 
 def parser() -> Command:
+    """Returns the command: its line of help, the function that runs it, and the function that adds its flags."""
+
     def add(parser: argparse.ArgumentParser) -> None:
         parser.usage = "%(prog)s [NAME] [--raw DIR] [--data DIR] [--workers N]"
         entries = [f"{name}: {release.about}. Fetch {'; '.join(release.fetch)}."
@@ -31,6 +33,8 @@ def parser() -> Command:
 
 
 def _run(args: argparse.Namespace) -> None:
+    """Makes the corpora of a release, or without a name lists the corpora that exist. Errors: InputError after the
+    files are written, if their lines or their text are not the expected ones."""
     from . import REPRODUCTIONS
 
     text.check_writable(text.STANDARD)
@@ -52,8 +56,8 @@ def _run(args: argparse.Namespace) -> None:
     corpora = releases.RELEASES[args.name].corpora
     readers = [entry.name for entry in REPRODUCTIONS.values()
                if any(row.corpus in corpora for scale in entry.scales.values() for row in scale.rows)]  # fmt: skip
-    again = f"normformer-rs reproduce NAME --scale paper --data {shlex.quote(str(data))} --dry-run"
-    reader = f"{', '.join(readers)} ({again})" if readers else f'normformer-rs compare (text = "{args.name}")'
+    plan_command = f"normformer-rs reproduce NAME --scale paper --data {shlex.quote(str(data))} --dry-run"
+    reader = f"{', '.join(readers)} ({plan_command})" if readers else f'normformer-rs compare (text = "{args.name}")'
     print(f"read by: {reader}")
     wrong = [f"{count.corpus} {count.part} has {count.lines:,} lines" for count in counts if not count.agrees]
     wrong += [f"{path} has another text than results were measured on" for path in altered]
@@ -65,8 +69,10 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _show(counts: list[releases.Counted], altered: list[str]) -> None:
+    """Prints the number of lines of each part, and the files whose text is not the one that results were measured
+    on."""
     for count in counts:
-        said = f" ({count.paper} expected)" if count.paper else ""
-        print(f"  {count.corpus} {count.part}: {count.lines:,} lines{said}")
+        expected = f" ({count.paper} expected)" if count.paper else ""
+        print(f"  {count.corpus} {count.part}: {count.lines:,} lines{expected}")
     for path in altered:
         print(f"  {path}: another text than results were measured on")

@@ -22,11 +22,13 @@ def digest(value: Any) -> str:
 
 
 def _object(value: Any) -> Any:
-    kind = value if isinstance(value, type) else type(value)
+    """Returns lists and dictionaries that stand for an object which JSON cannot write: the name of its class, its
+    fields, the source of its class and of that one's bases."""
+    cls = value if isinstance(value, type) else type(value)
     fields = {} if isinstance(value, type) else getattr(value, "__dict__", {})
-    # Versions stand for the classes of libraries.
-    own = [base for base in kind.__mro__[:-1] if base.__module__.partition(".")[0] not in ("normformer_rs", "torch")]
-    return [kind.__module__, kind.__qualname__, fields, *map(source, own)]
+    # Classes of this package and of torch are left out: their versions stand for them. The last base is `object`.
+    classes = [base for base in cls.__mro__[:-1] if base.__module__.partition(".")[0] not in ("normformer_rs", "torch")]
+    return [cls.__module__, cls.__qualname__, fields, *map(source, classes)]
 
 
 def source(value: Any) -> str:
@@ -34,7 +36,7 @@ def source(value: Any) -> str:
     prompt."""
     try:
         return inspect.getsource(value)
-    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # the last two where the file has changed
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # a file that was changed after its import
         name = getattr(value, "__qualname__", type(value).__qualname__)
         return f"{getattr(value, '__module__', '')}.{name}"
 

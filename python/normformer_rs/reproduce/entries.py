@@ -19,6 +19,7 @@ else:
 Table = Mapping[str, Any]
 _FILE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("entries.toml").read_text(encoding="utf-8"))
 WORDS, _BASES, _VALUES, _SHOWN, _SCALES = (_FILE.pop(name) for name in ("words", "bases", "values", "shown", "scales"))
+# The fields that a table of figures, of an entry and of a scale may have. Other names in `figures` are its rows.
 _OF_FIGURES = ("heading", "columns", "only")
 _OF_ENTRIES = ("title", "source", "claim", "like")
 _OF_SCALES = (*Scale._fields, "outer", "options", "where", "corpus", "search", "figures")
@@ -61,7 +62,8 @@ def base(name: str) -> Options:
 
 
 def _values(column: str, values: Any, figures: Table) -> list[tuple[str, Table]]:
-    """Returns the values of a column of keys, each with the options that it stands for."""
+    """Returns the values of a column of keys, each with the options that it stands for. `values` is a list of values, a
+    table of options by value, "figures" for all rows of `figures`, or "all" for all of [values.COLUMN]."""
     options_of = _VALUES.get(column, {})
     if isinstance(values, dict):
         return [(name, own if isinstance(own, dict) else {column: own}) for name, own in values.items()]
@@ -98,8 +100,8 @@ def _rows(scale: Table) -> tuple[Row, ...]:
     for chosen in itertools.product(*(columns[column] for column in outer_first)):
         names = {column: name for column, (name, _) in zip(outer_first, chosen)}
         key = {column: names[column] for column in columns}
-        extra = (where[name] for name in key.values() if name in where)
-        options = _added(shared, *(own for _, own in chosen), *extra)
+        more_options = (where[name] for name in key.values() if name in where)
+        options = _added(shared, *(own for _, own in chosen), *more_options)
         # Row has fields for `search` and `corpus`, so these leave the options.
         search = {"search": options.pop("search")} if "search" in options else {}
         rows.append(Row(key, options, options.pop("corpus"), _published(figures, key), **search))
@@ -107,6 +109,8 @@ def _rows(scale: Table) -> tuple[Row, ...]:
 
 
 def _scale(table: Table) -> Scale:
+    """Returns the scale that a table declares; the table has the fields of the entry, too. Errors: InputError for an
+    unknown field."""
     for name in table:
         if name not in (*_OF_ENTRIES, *_OF_SCALES):
             raise InputError(f"entries.toml, {table['title']}: {unknown('field', name, (*SCALES, *_OF_SCALES))}")
@@ -114,8 +118,8 @@ def _scale(table: Table) -> Scale:
     while "base" in shown:  # a base may have a base itself
         shown = _merged(_SHOWN[shown["base"]], {name: value for name, value in shown.items() if name != "base"})
     shown = {name: tuple(value) if name in ("measures", "columns") else value for name, value in shown.items()}
-    more = {name: table[name] for name in ("checkpoint", "scored", "seeds") if name in table}
-    return Scale(table["about"].format_map(WORDS), _rows(table), Shown(**shown), **more)
+    optional_fields = {name: table[name] for name in ("checkpoint", "scored", "seeds") if name in table}
+    return Scale(table["about"].format_map(WORDS), _rows(table), Shown(**shown), **optional_fields)
 
 
 def made(name: str, entry: Table) -> Reproduction:

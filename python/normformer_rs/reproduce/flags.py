@@ -9,6 +9,8 @@ from . import SCALES
 
 
 def parser() -> Command:
+    """Returns the command: its line of help, the function that runs it, and the function that adds its flags."""
+
     def add(parser: argparse.ArgumentParser) -> None:
         from . import REPRODUCTIONS
 

@@ -94,12 +94,13 @@ def keep_only(folder: Path, digests: Container[str]) -> None:
     """Removes the files whose digest is not in `digests`, such as files that a crash has left. Files whose name is not
     a digest stay."""
     for path in folder.glob("*.gz"):
-        found = _FILE.fullmatch(path.name)
-        if found and found[1] not in digests:
+        match = _FILE.fullmatch(path.name)
+        if match and match[1] not in digests:
             path.unlink(missing_ok=True)
 
 
 _FILE = re.compile(r"([0-9a-f]{16})\.(txt|json)\.gz")
+"""Matches the name of a row's file; its first group is the digest."""
 
 
 def paths(folder: Path, digest: str) -> tuple[Path, Path]:
@@ -111,25 +112,29 @@ def paths(folder: Path, digest: str) -> tuple[Path, Path]:
 
 
 def _joined(lines: Sequence[str]) -> bytes:
+    """Returns the content of a text file with these lines."""
     return "".join(f"{line}\n" for line in lines).encode()
 
 
 def _short(data: bytes) -> str:
+    """Returns the first 16 hexadecimal digits of the data's SHA-256."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _packed(data: bytes) -> bytes:
     """Returns the data as a gzip file without name and time, so that equal data give equal bytes."""
-    made = io.BytesIO()
-    with gzip.GzipFile("", "wb", fileobj=made, mtime=0) as file:
+    buffer = io.BytesIO()
+    with gzip.GzipFile("", "wb", fileobj=buffer, mtime=0) as file:
         file.write(data)
-    return made.getvalue()
+    return buffer.getvalue()
 
 
 def _unpacked(path: Path) -> bytes:
+    """Returns the unpacked content of a gzip file. Errors: InputError if it is missing, damaged or larger than
+    `LARGEST`."""
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(text.read_regular(path))) as file:
-            data = file.read(LARGEST + 1)
+            data = file.read(LARGEST + 1)  # the byte beyond the limit shows a file that is too large
         if len(data) > LARGEST:
             raise InputError(f"{path}: unpacks to more than {LARGEST} bytes, which no run keeps")
         return data

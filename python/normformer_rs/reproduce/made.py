@@ -53,11 +53,13 @@ def smoothed(content: Content) -> Options:
     if the losses were not measured."""
     if "losses" not in content:
         return {"train_perplexity": "", "test_perplexity": "", "gap": ""}
-    train, test = (_exp(_means(content["losses"][part])[0]) for part in ("train", "test"))
+    mean_losses = (_means(content["losses"][part])[0] for part in ("train", "test"))  # [0] is the loss, [1] the NLL
+    train, test = map(_exp, mean_losses)
     return {"train_perplexity": round(train, 3), "test_perplexity": round(test, 3), "gap": round(test / train, 4)}
 
 
 def _exp(x: float) -> float:
+    """Returns e to the power x; infinity if that is too large for a float."""
     try:
         return math.exp(x)
     except OverflowError:
@@ -65,7 +67,9 @@ def _exp(x: float) -> float:
 
 
 def _best_perplexity(content: Content) -> float:
-    perplexities = content["evaluations"]["perplexity"]  # min() of a list with NaN would depend on the order
+    """Returns the lowest validation perplexity; NaN if there is none, or if one is NaN."""
+    perplexities = content["evaluations"]["perplexity"]
+    # NaN is looked for first, because min() of a list with NaN depends on the order of the list.
     return min(perplexities) if perplexities and not any(map(math.isnan, perplexities)) else math.nan
 
 

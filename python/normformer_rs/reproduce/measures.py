@@ -51,10 +51,10 @@ def p_value(runs: Runs, run: Run, baseline: Run, scale: Scale) -> Measured:
     if not run.has_ended or not baseline.has_ended:
         return Measured({"p": ""})
     hypotheses, references = runs.translations(run, scale)
-    theirs, _ = runs.translations(baseline, scale)
-    found = score(hypotheses, references, theirs, tokenize=runs.corpora[run.row.corpus].tokenize)
-    p = round(found.comparison.p_value, 4) if found.comparison else ""
-    return Measured({"p": p}, {}, {"baseline": digest_of(theirs)})
+    baseline_hypotheses, _ = runs.translations(baseline, scale)
+    scores = score(hypotheses, references, baseline_hypotheses, tokenize=runs.corpora[run.row.corpus].tokenize)
+    p = round(scores.comparison.p_value, 4) if scores.comparison else ""
+    return Measured({"p": p}, {}, {"baseline": digest_of(baseline_hypotheses)})
 
 
 def gradients(runs: Runs, run: Run, scale: Scale) -> Measured:
@@ -133,7 +133,7 @@ def gains(runs: Runs, run: Run, scale: Scale) -> Measured:
     """Returns the learned g of the ScaleNorms: for each kind of sublayer a series over the layers. The table gets two
     columns: the largest g of all, and the g of the decoder's final norm."""
     series = observations.gains(run.output, _checkpoint(run, scale))
-    largest = max(g for found in series.values() for g in found)
+    largest = max(g for by_layer in series.values() for g in by_layer)
     return Measured({"largest_gain": round(largest, 3), "final_gain": round(series["gain-final"][0], 3)}, series)
 
 
@@ -197,14 +197,15 @@ def smoothed(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def _losses(run: Run, part: str, checkpoint: str) -> list[float]:
-    """Returns `_sums` of the first `_SCORED` pairs of a part, which are written to files for the measurement."""
+    """Returns `_sums` of the first `_SCORED` pairs of a part ("train" or "test"). The pairs are written to temporary
+    files, because the measurement reads files."""
     files = [run.output / f"{part}.{side}.scored.txt" for side in ("source", "target")]
     for file, side in zip(files, ("source", "target")):
         text.write_lines(str(file), text.read_lines(str(run.files[f"{part}_{side}"]))[:_SCORED])
-    found = _sums(evaluate_loss(run.output, *files, checkpoint=checkpoint))
+    sums = _sums(evaluate_loss(run.output, *files, checkpoint=checkpoint))
     for file in files:
         file.unlink()
-    return found
+    return sums
 
 
 def _sums(means: Perplexity) -> list[float]:

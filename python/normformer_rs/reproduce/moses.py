@@ -11,6 +11,7 @@ from pathlib import Path
 from .._optional import require
 
 _CHUNK = 2000
+"""The number of lines that a process gets at a time."""
 _SEGMENT = re.compile(r'<seg id="[0-9]*">\s*')
 _END = re.compile(r"\s*</seg>\s*")
 _SPACES = re.compile(r"\s+")
@@ -27,7 +28,7 @@ def segments(lines: Iterable[str]) -> Iterator[str]:
 
 def cleaned(pairs: Iterable[tuple[str, str]], most: int, ratio: float) -> Iterator[tuple[str, str]]:
     """Yields the pairs that Moses' clean-corpus-n.perl keeps: both sides have 1 to `most` words, and the longer side
-    has at most `ratio` times as many words as the shorter one."""
+    has at most `ratio` times as many words as the shorter one. White space becomes single spaces."""
     for pair in pairs:
         source, target = (_SPACES.sub(" ", side).strip() for side in pair)
         sizes = [len(side.split(" ")) if side else 0 for side in (source, target)]
@@ -90,6 +91,7 @@ def _mapped(work: Callable, options: tuple, lines: Iterable[str], workers: int) 
 
 
 def _tokenize(lines: list[str], language: str, dashes: bool, normalised: bool) -> list[str]:
+    """Returns the lines tokenised, as `tokenized` says; it runs in the processes of `_mapped`."""
     normalizer, tokenizer = _tools(language)
     if normalised:
         lines = [_unprinted().sub(" ", normalizer.normalize(line)) for line in lines]
@@ -98,6 +100,7 @@ def _tokenize(lines: list[str], language: str, dashes: bool, normalised: bool) -
 
 @cache
 def _tools(language: str):  # type: ignore[no-untyped-def]
+    """Returns Moses' normaliser of punctuation and its tokeniser for a language. Each process makes them once."""
     import sacremoses
 
     return sacremoses.MosesPunctNormalizer(lang=language), sacremoses.MosesTokenizer(lang=language)
@@ -117,11 +120,13 @@ def _unprinted() -> re.Pattern[str]:
 
 
 def _split(lines: list[str], codes: Path) -> list[str]:
+    """Returns the lines with words split into pieces; it runs in the processes of `_mapped`."""
     return [_bpe(codes).process_line(line) for line in lines]
 
 
 @cache
 def _bpe(codes: Path):  # type: ignore[no-untyped-def]
+    """Returns subword-nmt's splitter with the merges in the file `codes`. Each process reads them once."""
     from subword_nmt.apply_bpe import BPE
 
     with codes.open(encoding="utf-8") as file:

@@ -55,8 +55,8 @@ def cite(*names: str) -> Citation:
 def papers() -> list[dict[str, Any]]:
     """Returns the papers in papers.json. Each has `names`, by which the tables' sources cite it, authors, title, year,
     and arxiv or url if there is one."""
-    found: list[dict[str, Any]] = json.loads(Path(__file__).with_name("papers.json").read_text("utf-8"))
-    return found
+    entries: list[dict[str, Any]] = json.loads(Path(__file__).with_name("papers.json").read_text("utf-8"))
+    return entries
 
 
 def _sources() -> dict[str, str]:
@@ -93,6 +93,7 @@ def _bibtex(paper: dict[str, Any]) -> str:
 
 
 def _own() -> str:
+    """Returns the BibTeX entry of this package."""
     return (
         "@software{normformer_rs,\n  title = {{normformer_rs: Transformer normalisations, residual schemes and "
         "initialisations for PyTorch}},\n  author = {{the normformer_rs developers}},\n  year = {2026},\n"

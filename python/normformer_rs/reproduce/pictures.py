@@ -16,12 +16,13 @@ from .tables import COLUMNS, number
 
 
 def draw(entry: Reproduction, scale: str, results: Results) -> Path | None:
-    """Draws the picture of a reproduction. Returns its path, or None if the files of the series that it needs are
-    missing.
-    Errors: ImportError without matplotlib."""
+    """Draws the picture of a reproduction. Returns its path, or None if the series that it needs are missing.
+
+    Errors: ImportError without matplotlib.
+    """
     require("matplotlib", "the picture of a reproduction")
     shown = entry.scales[scale].shown
-    # Without any series "" is wanted, which no series is called, so nothing is drawn.
+    # If there are no series at all, [""] asks for one that cannot exist, so that nothing is drawn.
     wanted = _SERIES.get(shown.picture, [*results.series] or [""])
     if shown.picture not in _OF_TABLES and not {*wanted} <= results.series.keys():
         return None
@@ -32,19 +33,19 @@ def draw(entry: Reproduction, scale: str, results: Results) -> Path | None:
 
 
 def _dots(results: Results, title: str, value: str) -> Any:
-    """Returns a figure with a line of dots for each row, in the table's order. Dots have the colour
-    of their value in the column that `Shown.across` names."""
+    """Returns a figure with a line of dots for each row, in the table's order. A dot shows the measured column `value`.
+    Its colour stands for the row's value of the key that `Shown.across` names."""
     shown = results.scale.shown
     points: dict[str, list[tuple[str, float, float]]] = {}
-    for row, found in results.measured:
-        measured = number(found.get(value, ""))
+    for row, columns in results.measured:
+        measured = number(columns.get(value, ""))
         # The values of these keys are names, which need no heading.
         words = [v if k in ("run", "residual", "norm", "encoder_norm") else f"{k} {v}"
                  for k, v in row.key.items() if k != shown.across]  # fmt: skip
         label = ", ".join(words)
         points.setdefault(label, [])
         if measured is not None and math.isfinite(measured):
-            points[label].append((row.key.get(shown.across, ""), measured, _sd(found.get(value, ""))))
+            points[label].append((row.key.get(shown.across, ""), measured, _sd(columns.get(value, ""))))
     groups = list(dict.fromkeys(row.key.get(shown.across, "") for row, _ in results.measured))
     figure = new_figure(7.2, 0.34 * len(points) + 1.35)
     axis = figure.subplots()
@@ -69,6 +70,7 @@ def _dots(results: Results, title: str, value: str) -> Any:
 
 
 def _sd(value: str | Spread) -> float:
+    """Returns the standard deviation over seeds; 0 for the value of a single seed."""
     return value.sd if isinstance(value, Spread) else 0.0
 
 
@@ -95,12 +97,13 @@ def _validation(results: Results, title: str, value: str) -> Any:
 
 
 def _gradients(results: Results, title: str, value: str) -> Any:
+    """Returns the figure of `gradients` for the series that the runs have kept."""
     return gradients(results.series.get("gradients", {}), f"{title}: gradient norms of the first updates")
 
 
 def gradients(found: Series, title: str) -> Any:
     """Returns a figure with a panel for each scheme and in it a line for each learning rate. The lines of all other
-    schemes are in the background, in grey."""
+    schemes are in the background, in grey. `found` maps (scheme, rate) to the gradient norms."""
     schemes, rates = list(dict.fromkeys(scheme for scheme, _ in found)), rates_of(found)
     columns = min(5, len(schemes)) if len(schemes) > 6 else 3  # rows of 3 panels, or of 5 if there are many
     rows = math.ceil(len(schemes) / columns)
@@ -205,17 +208,17 @@ def _by_key(results: Results, title: str, value: str) -> Any:
     """Returns a figure of the value over the key `Shown.across`, on a logarithmic axis, with a line for each
     combination of the other keys."""
     shown = results.scale.shown
-    drawn: dict[tuple[str, ...], tuple[list[float], list[float]]] = {}
+    curves: dict[tuple[str, ...], tuple[list[float], list[float]]] = {}
     for row, found in results.measured:
-        measured, at = number(found.get(value, "")), number(row.key[shown.across])
-        if measured is not None and at is not None and math.isfinite(measured):
+        measured, place = number(found.get(value, "")), number(row.key[shown.across])
+        if measured is not None and place is not None and math.isfinite(measured):
             rest = tuple(v for k, v in row.key.items() if k != shown.across)
-            x, y = drawn.setdefault(rest, ([], []))
-            x.append(at)
+            x, y = curves.setdefault(rest, ([], []))
+            x.append(place)
             y.append(measured)
-    figure = lines(drawn, title, shown.across, COLUMNS[value].heading, markers=True)
+    figure = lines(curves, title, shown.across, COLUMNS[value].heading, markers=True)
     axis = figure.axes[0]
-    ticks = sorted({x for xs, _ in drawn.values() for x in xs})
+    ticks = sorted({x for xs, _ in curves.values() for x in xs})
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
@@ -223,6 +226,7 @@ def _by_key(results: Results, title: str, value: str) -> Any:
 
 
 def _of_series(draw: Callable[[Mapping[str, Series], str], Any]) -> Callable[[Results, str, str], Any]:
+    """Returns a function for `PICTURES` that draws the series alone. `draw` takes the series by name and the title."""
     return lambda results, title, value: draw(results.series, title)
 
 
@@ -250,8 +254,10 @@ _SERIES = {"validation": ["evaluated", "validation"], "gradients": ["gradients"]
 
 
 def rates_of(found: Series) -> list[str]:
+    """Returns the learning rates in the keys (scheme, rate), in ascending order."""
     return sorted({rate for _, rate in found}, key=float)
 
 
 def colour(rate: str, rates: Sequence[str]) -> str:
+    """Returns the colour of a learning rate, which is one of `rates`."""
     return COLOURS[rates.index(rate) % len(COLOURS)]

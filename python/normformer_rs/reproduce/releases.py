@@ -21,11 +21,12 @@ from .corpora import CORPORA, Corpus, found
 
 
 class Raw:
-    """The files below a folder, found by their names. Files below the folder `but` are left out."""
+    """The files below a folder, found by their names. Files below the folder `but` are left out; there the corpora may
+    lie that were made earlier."""
 
     def __init__(self, folder: Path, but: Path | None = None):
         self.folder = folder
-        paths = sorted(Path(at, name) for at, _, names in os.walk(folder) for name in names)
+        paths = sorted(Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
         # Only a `but` inside the folder has files to leave out.
         if but is not None and folder.resolve() in but.resolve().parents:
             paths = [path for path in paths if but.resolve() not in path.resolve().parents]
@@ -75,18 +76,22 @@ def lines_of(path: Path) -> Iterator[str]:
 
 
 def _opened(path: Path) -> IO[bytes]:
+    """Opens a file to read its bytes, unpacked if it is a gzip file."""
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"  # the bytes with which every gzip file begins
     return gzip.open(path) if packed else path.open("rb")  # type: ignore[return-value]
 
 
 def _write(path: Path, lines: Iterable[str]) -> None:
+    """Writes a text file, and makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:
         file.writelines(f"{line}\n" for line in lines)
 
 
 def _write_pairs(paths: tuple[Path, Path], pairs: Iterable[tuple[str, str]]) -> None:
+    """Writes the first sides of the pairs to the first path and the second sides to the second, and makes the
+    folders."""
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -141,6 +146,7 @@ _TAGS = re.compile("</?(?:title|description)>")
 
 
 def _make_iwslt15(raw: Raw, folder: Path, _: int) -> None:
+    """Copies the files of IWSLT'15 under the corpus' names."""
     for part, name in _IWSLT15.items():
         for language in ("en", "vi"):
             _write(folder / "en-vi" / f"{part}.{language}", raw.lines(f"{name}.{language}"))
@@ -151,25 +157,26 @@ def _make_iwslt14(raw: Raw, folder: Path, workers: int) -> None:
     lower case, every 23rd pair for validation, 10,000 joint BPE merges."""
     languages = ("de", "en")
 
-    def talks(language: str) -> Iterator[str]:
+    def training_lines(language: str) -> Iterator[str]:
         lines = raw.lines(f"train.tags.de-en.{language}")
         return (_TAGS.sub("", line) for line in lines if not any(tag in line for tag in _NO_TEXT))
 
-    def tested(language: str) -> Iterator[str]:
+    def test_lines(language: str) -> Iterator[str]:
         for name in _IWSLT14_TESTS:
             yield from moses.segments(raw.lines(f"IWSLT14.{name}.de-en.{language}.xml"))
 
-    def cut(lines: Iterator[str], language: str) -> Iterator[str]:
+    def tokenized(lines: Iterator[str], language: str) -> Iterator[str]:
         return moses.tokenized(lines, language, workers)
 
-    german, english = (cut(talks(language), language) for language in languages)
-    trained = _pairs(german, english, "train.tags.de-en")
-    pairs = ((source.lower(), target.lower()) for source, target in moses.cleaned(trained, 175, 1.5))
+    german, english = (tokenized(training_lines(language), language) for language in languages)
+    training_pairs = _pairs(german, english, "train.tags.de-en")
+    kept = moses.cleaned(training_pairs, most=175, ratio=1.5)
+    pairs = ((source.lower(), target.lower()) for source, target in kept)
     parts = _Parts(folder / "iwslt14.tokenized.de-en", languages)
-    parts.split(pairs, 23)
+    parts.split(pairs, every=23)
     for language in languages:
-        _write(parts.whole("test", language), (line.lower() for line in cut(tested(language), language)))
-    parts.cut(10_000, workers, None)
+        _write(parts.whole("test", language), (line.lower() for line in tokenized(test_lines(language), language)))
+    parts.cut(10_000, workers, most=None)
 
 
 class _Parts:
@@ -183,6 +190,7 @@ class _Parts:
         return self.folder / "whole" / f"{part}.{language}"
 
     def _both(self, part: str) -> tuple[Path, Path]:
+        """Returns the paths of both sides of a part with whole words: source, target."""
         return self.whole(part, self.languages[0]), self.whole(part, self.languages[1])
 
     def split(self, pairs: Iterable[tuple[str, str]], every: int) -> None:
@@ -215,7 +223,7 @@ class _Parts:
             sources, targets = (moses.split(lines_of(path), codes, workers) for path in self._both(part))
             pairs = _pairs(sources, targets, part)
             if most is not None and part != "test":
-                pairs = moses.cleaned(pairs, most, 1.5)
+                pairs = moses.cleaned(pairs, most, ratio=1.5)
             first, second = (self.folder / f"{part}.{language}" for language in self.languages)
             _write_pairs((first, second), pairs)
         shutil.rmtree(self.folder / "whole")
@@ -228,6 +236,7 @@ _GOOGLE = {"train": "train.tok.clean.bpe.32000", "valid": "newstest2013.tok.bpe.
 
 
 def _make_wmt14(raw: Raw, folder: Path, _: int) -> None:
+    """Copies Google's files of WMT'14, which are tokenised and in pieces, under the corpus' names."""
     for part, name in _GOOGLE.items():
         for language in ("en", "de"):
             _write(folder / "wmt16_en_de_bpe32k" / f"{part}.{language}", raw.lines(f"{name}.{language}"))
@@ -239,28 +248,30 @@ def _statmt(folder: str, target: str, parts: tuple[str, ...], test: str, every: 
     40,000 joint BPE merges, and keeps pairs with 1 to 250 pieces and a ratio of at most 1.5."""
 
     def make(raw: Raw, into: Path, workers: int) -> None:
-        def text(language: str) -> Iterator[str]:
+        def training_lines(language: str) -> Iterator[str]:
             for part in parts:
                 yield from raw.lines(f"{part}.{language}")
 
-        def tested(language: str) -> Iterator[str]:
+        def test_lines(language: str) -> Iterator[str]:
             side = "src" if language == "en" else "ref"
             return moses.segments(raw.lines(f"{test}-{side}.{language}.sgm"))
 
         languages = ("en", target)
-        first, second = (moses.tokenized(text(language), language, workers, dashes=True, normalised=True)
+        first, second = (moses.tokenized(training_lines(language), language, workers, dashes=True, normalised=True)
                          for language in languages)  # fmt: skip
         corpus = _Parts(into / folder, languages)
         corpus.split(_pairs(first, second, "the training text"), every)
         for language in languages:
-            lines = moses.tokenized(tested(language), language, workers, dashes=True)
+            # fairseq's scripts do not normalise the test set.
+            lines = moses.tokenized(test_lines(language), language, workers, dashes=True)
             _write(corpus.whole("test", language), lines)
-        corpus.cut(40_000, workers, 250)
+        corpus.cut(40_000, workers, most=250)
 
     return make
 
 
 def _statmt_files(target: str, parts: tuple[str, ...], test: str) -> tuple[str, ...]:
+    """Returns the names of the files that `_statmt` reads, with the same arguments."""
     texts = (f"{part}.{language}" for part in parts for language in ("en", target))
     return (*texts, f"{test}-src.en.sgm", f"{test}-ref.{target}.sgm")
 
@@ -274,16 +285,19 @@ _WMT14_FR = ("europarl-v7.fr-en", "commoncrawl.fr-en", "undoc.2000.fr-en", "news
 _OPUS_NAME = re.compile(r"opus\.(?P<pair>\w+-\w+)-(?P<part>train|dev|test)\.(?P<language>\w+)")
 _UN_NAME = re.compile(r"MultiUN\.(?P<pair>\w+-\w+)\.(?P<language>\w+)")
 _HELD_OUT = 4000
+"""The number of pairs of each language of MultiUN in the validation set, and in the test set."""
 
 
 def _make_opus100(raw: Raw, folder: Path, _: int) -> None:
+    """Makes the OPUS-100 corpora: all languages in one file for each direction and part."""
     for part, name in (("train", "train"), ("valid", "dev"), ("test", "test")):
         _append_pairs(folder, "opus100", part, _with_english(raw, f"opus.*-{name}.*", _OPUS_NAME))
 
 
 def _with_english(raw: Raw, pattern: str, form: re.Pattern[str]) -> Iterator[tuple[str, Iterator[tuple[str, str]]]]:
-    """Yields the name of each language that is paired with English, and its sentence pairs (other language, English).
-    The order is the alphabetical order of the language pairs' names."""
+    """Yields the name of each language that is paired with English, and its sentence pairs (other language, English),
+    in the alphabetical order of the language pairs' names. `pattern` finds the files; `form` reads the groups `pair`
+    and `language` from a file's name."""
     sides: dict[str, dict[str, Path]] = {}
     for path in raw.find(pattern):
         match = form.fullmatch(path.name.removesuffix(".gz"))
@@ -325,7 +339,7 @@ def _make_multiun(raw: Raw, folder: Path, _: int) -> None:
     for language, pairs in _with_english(raw, "MultiUN.*", _UN_NAME):
         last: list[tuple[str, str]] = []
 
-        # The defaults bind the values of this turn of the loop.
+        # The defaults keep this language's values; without them the generator would read the variables of the loop.
         def training_pairs(pairs: Iterator[tuple[str, str]] = pairs, last: list[tuple[str, str]] = last) -> Iterator:
             """Yields all pairs but the last 8,000, which are left in `last`."""
             for pair in pairs:
@@ -343,6 +357,8 @@ def _make_multiun(raw: Raw, folder: Path, _: int) -> None:
 
 
 def _copied(corpus: str) -> Make:
+    """Returns a function that copies the files of a corpus, which have the same names in the release."""
+
     def make(raw: Raw, folder: Path, _: int) -> None:
         for path in CORPORA[corpus].files.values():
             _write(folder / path, raw.lines(Path(path).name))
@@ -351,10 +367,12 @@ def _copied(corpus: str) -> Make:
 
 
 def _names(corpus: str) -> tuple[str, ...]:
+    """Returns the names of a corpus' files without their folders."""
     return tuple(Path(path).name for path in CORPORA[corpus].files.values())
 
 
 def _make_verses(raw: Raw, folder: Path, _: int) -> None:
+    """Makes the corpus of Bible verses from the two modules of the SWORD project."""
     modules = {language: raw.find(f"{name}.conf")[0] for language, name in verses.MODULES.items()}
     kept: dict[str, list[tuple[str, str]]] = {"train": [], "valid": [], "test": []}
     for part, source, target in verses.pairs(modules["en"], modules["es"]):
@@ -492,22 +510,22 @@ def prepare(name: str, raw: Path, data: Path, workers: int) -> list[Counted]:
             f"{', '.join(str(data / folder) for folder in existing)}: there already; remove it first, or give --data"
         )
     files = Raw(raw, data)
-    lacking = missing(name, files)
-    if lacking:
-        shown = ", ".join(lacking[:6]) + (f" and {len(lacking) - 6} more" if len(lacking) > 6 else "")
+    absent = missing(name, files)
+    if absent:
+        shown = ", ".join(absent[:6]) + (f" and {len(absent) - 6} more" if len(absent) > 6 else "")
         raise InputError(
             f"{raw} lacks {shown}. Fetch {'; '.join(release.fetch)}. Unpack what is packed; any sub-folder will do"
         )
-    part = data / f".{name}.part"
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    unfinished = data / f".{name}.part"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
     try:
-        release.make(files, part, workers)
+        release.make(files, unfinished, workers)
         for folder in _folders(release):
             (data / folder).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(part / folder, data / folder)
+            os.replace(unfinished / folder, data / folder)
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     return counted(name, data)
 
 
@@ -531,11 +549,13 @@ def altered(name: str, data: Path) -> list[str]:
 
 
 def _digest(path: Path) -> str:
+    """Returns the SHA-256 of a file's content; of a gzip file, of the unpacked content."""
     with _opened(path) as file:
         return hashlib.sha256(file.read()).hexdigest()
 
 
 def _counted(name: str, corpus: Corpus, data: Path) -> Iterator[Counted]:
+    """Yields the number of lines of each part of a corpus that exists in `data`."""
     for role, relative in corpus.files.items():
         part, _, side = role.partition("_")
         if side == "source":  # it has as many lines as the target, which is counted

@@ -70,6 +70,7 @@ def stored(results: Results) -> list[tuple[Row, dict[str, str]]]:
 
 
 def _seed(results: Results, columns: dict[str, str]) -> int:
+    """Returns the seed of a line of the table; a line from before that column has seed 1."""
     try:
         return int(columns.get("seed") or 1)
     except ValueError as error:
@@ -82,6 +83,7 @@ def of_row(results: Results, row: Row, columns: dict[str, str]) -> Kept | None:
     if not columns.get(KEPT):
         return None
     kept = read(results.kept, columns[KEPT])
+    # The detour over JSON gives the values the types of those that were read, such as lists instead of tuples.
     wanted = json.loads(json.dumps(about(row, results.scale)))
     if differing := [name for name, value in wanted.items() if kept.content.get(name) != value]:
         raise InputError(f"{KEPT} {columns[KEPT]} is kept of another run: its {', '.join(differing)} differ")
@@ -121,6 +123,7 @@ def _recompute_row(
 
 
 def _counts(kept: Kept) -> Counts:
+    """Returns the kept n-gram counts of each line, and sacreBLEU's signature."""
     return Counts(kept.content["counts"]["lines"], kept.content["counts"]["signature"])
 
 

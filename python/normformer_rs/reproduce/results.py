@@ -57,6 +57,7 @@ class Results:
                        for path in sorted(self.folder.glob(f"{self.stem}-*.csv"))}  # fmt: skip
 
     def path(self, ending: str) -> Path:
+        """Returns the path of one of the table's files: the folder, NAME-SCALE and `ending`."""
         return self.folder / f"{self.stem}{ending}"
 
     @property
@@ -123,7 +124,7 @@ class Results:
             self.rows = [line for line in self.rows
                          if not _is_of(line, row) or (row.version and line.get(RECIPE) != row.recipe)]  # fmt: skip
             self.rows.append({name: str(value) for name, value in new_line.items()})
-            # The scale's rows have their first seeds.
+            # `scale.rows` has each row with its first seed only.
             is_first_seed = any((other.key, other.seed) == (row.key, row.seed) for other in self.scale.rows)
             for name, numbers in series.items() if is_first_seed else ():
                 self.series.setdefault(name, {})[tuple(row.key.values())] = numbers
@@ -133,6 +134,7 @@ class Results:
             keeping.keep_only(self.kept, self._digests())
 
     def _digests(self) -> set[str]:
+        """Returns the digests of the files that rows of the table name."""
         return {line[keeping.KEPT] for line in self.rows if line.get(keeping.KEPT)}
 
 
@@ -150,12 +152,13 @@ def made_by() -> dict[str, str]:
 
 @functools.cache
 def _installed() -> dict[str, str]:
+    """Returns those columns of `made_by` that cannot change while the process runs."""
     import torch
 
     folder = Path(__file__).parent
-    asked = ["git", "-C", str(folder), "log", "-1", "--format=%h", "--", str(folder)]
+    command = ["git", "-C", str(folder), "log", "-1", "--format=%h", "--", str(folder)]
     try:
-        commit = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
+        commit = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
     except (OSError, subprocess.SubprocessError):  # for example if git is not installed
         commit = ""
     return {
@@ -192,6 +195,7 @@ def read_series(path: Path, width: int = 2) -> "Series":
 
 
 def _write(path: Path, lines: Iterable[Iterable[object]]) -> None:
-    made = io.StringIO(newline="")
-    csv.writer(made, lineterminator="\n").writerows(lines)
-    text.write_lines(str(path), made.getvalue().splitlines())
+    """Writes the lines, each a list of cells, as a CSV file."""
+    buffer = io.StringIO(newline="")
+    csv.writer(buffer, lineterminator="\n").writerows(lines)
+    text.write_lines(str(path), buffer.getvalue().splitlines())

@@ -70,9 +70,11 @@ class Runs:
         self._files: dict[str, Files] = {}
 
     def output(self, row: Row) -> Path:
+        """Returns the folder of the row's run."""
         return self.folder / folder_of(row)
 
     def is_over(self, row: Row) -> bool:
+        """Returns True if the row's run has a verdict, so that it is not trained again."""
         return (self.output(row) / VERDICT).exists()
 
     @contextlib.contextmanager
@@ -112,6 +114,8 @@ class Runs:
         return Run(output, row, self.files(row.corpus), verdict, has_ended)
 
     def _train(self, row: Row, output: Path) -> bool:
+        """Trains the row's run, or continues it. Returns True if it reached its end, False if it diverged. Errors: as
+        `run`."""
         trainer = trainer_of({**self.corpora[row.corpus].options, **row.options}, self.files(row.corpus), self.device)
         is_begun = (output / "config.json").exists()
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -132,11 +136,12 @@ class Runs:
         if not saved.exists():
             if scale.checkpoint == "average":
                 keep = max(1, run.row.options.get("keep", TrainingConfig().keep))  # type: ignore[attr-defined]
+                # A short run has fewer evaluations, and so fewer checkpoints, than it may keep.
                 average(run.output, last=min(len(run.history.evaluations.update), keep))
             lines = text.read_lines(str(run.files[f"{scale.scored}_source"]))
             search = SearchConfig(**run.row.search)
-            found = translate(run.output, lines, search, checkpoint=scale.checkpoint, device=self.device)
-            text.write_lines(str(saved), (hypotheses[0].text for hypotheses in found))
+            translated = translate(run.output, lines, search, checkpoint=scale.checkpoint, device=self.device)
+            text.write_lines(str(saved), (hypotheses[0].text for hypotheses in translated))
         # The text is split at newlines only, and empty lines stay, because a translation may be empty.
         return saved.read_text(encoding="utf-8").split("\n")[:-1], self.references(run.row, scale)
 
@@ -181,7 +186,8 @@ def read_verdict(path: Path) -> dict[str, Any]:
 
 
 def judge(output: Path, has_ended: bool) -> dict[str, Any]:
-    """Returns a run's losses in nats per token, and its verdict by docs/spec.md §4.14."""
+    """Returns a run's losses in nats per token, and its verdict by docs/spec.md §4.14. `output` is the run's folder;
+    `has_ended` as in `Run`."""
     events = read_events(output / LOG)
     started = [event for event in events if event["event"] == "started"]
     entropy = next((event["unigram_entropy"] for event in started if event.get("unigram_entropy")), None)
@@ -220,17 +226,20 @@ class Course(NamedTuple):
 
     @staticmethod
     def of(nll: Any) -> "Course":
+        """Returns the numbers for a run's training NLL, one value for each update; NaN where the run is too short."""
         window = min(_LAST, len(nll) // 3)
         if window < 1:
             last, rise = (float(nll[-1]), 0.0) if len(nll) else (math.nan, math.nan)
             return Course(last, fall=math.nan, window=1, rise=rise, error=0.0)
         means = np.convolve(nll, np.full(window, 1 / window), "valid")
         last, before = float(means[-1]), float(means[-1 - window])
+        # mean(diff²)/2 estimates the variance σ² of one update's loss. The difference of two means has 2σ²/window.
         error = math.sqrt(float(np.mean(np.diff(nll) ** 2)) / window)
         return Course(last, fall=before - last, window=window, rise=last - float(means.min()), error=error)
 
     def verdict(self, has_ended: bool, entropy: float, valid: float) -> str:
-        """Returns the verdict by docs/spec.md §4.14. `has_ended`: False if the loss stopped being finite."""
+        """Returns the verdict by docs/spec.md §4.14. `has_ended`: False if the loss stopped being finite. `entropy`:
+        the unigram model's entropy, in nats per token. `valid`: the validation NLL."""
         # "not <", so that a rise of NaN counts as diverged, too.
         if not has_ended or not self.rise < max(0.05 * entropy, 2 * self.error):
             return "diverged"

@@ -20,7 +20,8 @@ class Spread(NamedTuple):
         return statistics.stdev(self.numbers)
 
     def __format__(self, form: str) -> str:
-        return f"{self.mean:{form}} ± {self.sd:{form.lstrip('+')}}"
+        deviation = form.lstrip("+")  # the sign is for the mean alone
+        return f"{self.mean:{form}} ± {self.sd:{deviation}}"
 
     def __str__(self) -> str:
         return f"{self:.4g}"
@@ -47,10 +48,12 @@ class Difference(NamedTuple):
 
     @property
     def _error(self) -> float:
+        """The standard error of the mean difference."""
         return self.spread.sd / math.sqrt(len(self.spread.numbers))
 
     @property
     def _freedom(self) -> int:
+        """The degrees of freedom of Student's distribution."""
         return len(self.spread.numbers) - 1
 
 
@@ -132,6 +135,7 @@ def corrected(values: Sequence[float]) -> list[float]:
 
 
 def _number(text: str) -> float | None:
+    """Returns the number in a text, or None if it is no number."""
     try:
         return float(text)
     except ValueError:

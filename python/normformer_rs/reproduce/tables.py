@@ -60,6 +60,7 @@ COMPARED = {"before": "p against the row before", "first": "p against the first 
 DIFFERENCES = {"before": "difference from the row before", "first": "difference from the first row"}
 """The heading of column `p` with several seeds, for the paired t test, by `Shown.compared`."""
 WIDTH = 120
+"""The width of the lines of text in a section."""
 Key = TypeVar("Key")
 
 
@@ -171,7 +172,7 @@ def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
         if shown.mean:
             numbers = [number(found.get(shown.value, "")) for _, found in cells_by_value.values()]
             known = [value for value in numbers if value is not None]
-            mean = sum(known) / len(known) if len(known) == len(values) else None  # only of lines without gaps
+            mean = sum(known) / len(known) if len(known) == len(values) else None  # a line with gaps has no mean
             first_mean = mean if first_mean is None else first_mean
             form = COLUMNS[shown.value].form
             if mean is None or first_mean is None:
@@ -185,6 +186,7 @@ def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
 
 
 def _words_of(compared: dict[tuple[str, ...], Compared], row: Row) -> str:
+    """Returns the text of the row's comparison with its baseline; "" if it has none."""
     comparison = compared.get((*row.key.values(),))
     return "" if comparison is None else comparison.words
 
@@ -199,6 +201,7 @@ def _best(cells_by_rate: dict[str, tuple[Row, Found]], shown: Shown) -> str | No
 
 
 def _heading(results: Results, shown: Shown, name: str) -> str:
+    """Returns the heading of a measured column. That of the column `p` names the test and the baseline."""
     if name != "p":
         return COLUMNS[name].heading
     if results.seeds > 1:
@@ -230,6 +233,7 @@ def _named(row: Row, name: str) -> tuple[str, ...]:
 
 
 def _words(key: str) -> str:
+    """Returns a key's name as words of a heading."""
     return key.replace("_", " ")
 
 
@@ -273,7 +277,8 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[object]], *, aligned:
 
 
 def _escaped(cell: str) -> str:
-    parts = re.split(r"(`[^`]+`)", cell.replace("\n", " "))
+    """Returns a cell on one line, with its bars escaped, except in code."""
+    parts = re.split(r"(`[^`]+`)", cell.replace("\n", " "))  # the parts with odd numbers are code
     return "".join(part if i % 2 else part.replace("|", "\\|") for i, part in enumerate(parts))
 
 
@@ -303,6 +308,7 @@ def section(entry: Reproduction, scale: str, results: Results, file: Path) -> st
 
 
 def _seeds(results: Results) -> str:
+    """Returns the words of a section about its seeds; "" if no row has more than one."""
     most = max((len(results.each_seed(row)) for row in results.scale.rows), default=0)
     return f"; mean ± standard deviation of {most} seeds" if most > 1 else ""
 

@@ -41,6 +41,7 @@ _WORDS, _RATIO = (2, 80), 2
 _CHAPTER = re.compile(rb'<chapter[^>]*osisID="(\w+\.\d+)"[^>]*sID')
 _BOOK = re.compile(rb'<div canonical="true"[^>]*sID')
 _NO_TEXT = re.compile(r"<(note|title)\b.*?</\1>", re.S)
+# Tags leave spaces before closing and after opening punctuation; these patterns find them.
 _BEFORE, _AFTER = re.compile(r" ([,.;:!?’”)\]])"), re.compile(r"([“‘(\[¡¿]) ")
 
 
@@ -62,6 +63,8 @@ def pairs(english: Path, spanish: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def _is_pair(source: str, target: str) -> bool:
+    """Returns True if both texts have enough words, not too many, and similar lengths: the limits `_WORDS` and
+    `_RATIO`."""
     least, most = _WORDS
     shorter, longer = sorted((len(source), len(target)))
     return all(least <= len(side.split()) <= most for side in (source, target)) and longer <= _RATIO * shorter
@@ -70,23 +73,24 @@ def _is_pair(source: str, target: str) -> bool:
 def read(module: Path) -> Verses:
     """Returns the verses of a module, given its .conf file in `mods.d`. Errors: InputError for a damaged module."""
     folder = module.parent.parent / "modules" / "texts" / "ztext" / module.stem
-    found: Verses = {}
+    verses: Verses = {}
     try:
         for testament in ("ot", "nt"):
-            chapter, number = "", 0  # of the latest verse; without a chapter, slots are headings of a book
+            # The chapter and number of the latest verse. Before a book's first chapter there are only headings.
+            chapter, number = "", 0
             for slot in _slots(folder / testament):
-                if begun := _CHAPTER.search(slot):
-                    chapter, number = begun[1].decode(), 0
+                if chapter_start := _CHAPTER.search(slot):
+                    chapter, number = chapter_start[1].decode(), 0
                 elif _BOOK.match(slot):
                     chapter = ""
                 elif chapter:
                     number += 1
-                    found[chapter, number] = cleaned(slot.decode("utf-8"))
+                    verses[chapter, number] = cleaned(slot.decode("utf-8"))
     except (zlib.error, struct.error, IndexError, UnicodeDecodeError) as error:
         raise InputError(f"{folder}: a damaged module ({error}): fetch its package again") from error
     except FileNotFoundError as error:
         raise InputError(f"{error.filename}: no such file: unpack the whole package of {module.name}") from error
-    return found
+    return verses
 
 
 def _slots(path: Path) -> Iterator[bytes]:
