@@ -38,7 +38,8 @@ class Origin:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Origin":
         new, module = Origin(), self.holder()
-        if self.source() is not None:  # a copy of a copy follows the module that trains, too
+        # A copy of a copy follows the module that trains, too.
+        if self.source() is not None:
             new.source, new.seen = self.source, self.seen
             self.source()._origin.copies.add(new)
         elif module is not None:
@@ -105,10 +106,11 @@ class Steered(nn.Module):
         for (_, buffer), source_buffer, now, before in zip(mine, theirs, _marks(mine), origin.seen, strict=True):
             weight_now, buffer_now = now
             weight_before, buffer_before = before.to(now.device)
-            must_copy = weight_now != weight_before  # something wrote the weight; a bool on the device
+            # Something has written the weight. This bool stays on the device, so that the host need not wait.
+            must_copy = weight_now != weight_before
             if buffer.is_floating_point():  # a buffer that was averaged as well keeps its average
                 must_copy &= buffer_now == buffer_before
-            elif not source._origin.has_trained:  # the source never moved its t: the copy's own stays
+            elif not source._origin.has_trained:  # the source never moved its t, so the copy keeps its own
                 continue
             buffer.copy_(torch.where(must_copy.to(buffer.device), source_buffer.to(buffer.device), buffer))
         origin.seen = _marks(mine)
@@ -127,6 +129,7 @@ class Steered(nn.Module):
                     origin.last[i] = own.detach().clone()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # A move or a cast changes the sums in `seen` without training, so they are checked before it and renewed after.
         self.take_over()
         super()._apply(fn, recurse)
         self.told()
@@ -142,10 +145,12 @@ class Steered(nn.Module):
 
 
 def _told(module: Any, _: Any) -> None:
+    """The hook after `load_state_dict`: the loaded buffers fit the loaded weights."""
     module.told()
 
 
 def _nobody() -> None:
+    """Stands for a weak reference to no module: a call returns None."""
     return None
 
 
@@ -153,7 +158,7 @@ def _marks(steering: Steering) -> list[Tensor]:
     """Returns, for each pair, the sums of weight and buffer, (2,). A sum that differs later shows a changed tensor."""
     marks = []
     for weight, buffer in steering:
-        # MPS has no f64
+        # Apple's GPUs (MPS) have no f64.
         dtype = torch.float64 if weight.device.type != "mps" else torch.float32
         pair: list[Any] = [weight.detach(), buffer.detach()]
         local = [t.to_local() if hasattr(t, "to_local") else t for t in pair]

@@ -41,7 +41,7 @@ def draw_linear(
     if widths is not None and len({*widths}) > 1:  # uneven blocks need a call for each role
         sizes, groups = [*widths], [[role] for role in roles]
 
-    def draw(t: Tensor) -> None:
+    def draw(t: Tensor) -> None:  # t: a plain tensor of the weight's shape
         for block, group in zip(t.split(sizes), groups, strict=True):
             _core.draw_linear(block, group, *where)
 
@@ -93,11 +93,12 @@ def refuse_computed(layer: nn.Module) -> None:
             if weight != name and weight not in module._parameters and hasattr(module, weight):
                 raise InputError(_computed(module, weight))
         for name, parametrizations in getattr(module, "parametrizations", {}).items():
-            if not all(hasattr(one, "right_inverse") for one in parametrizations):
+            if not all(hasattr(parametrization, "right_inverse") for parametrization in parametrizations):
                 raise InputError(_computed(module, name))
 
 
 def _computed(module: nn.Module, name: str) -> str:
+    """Returns the message for a weight or bias `name` whose initial values cannot be set."""
     return (
         f"the {name} of a {type(module).__name__} is computed from other parameters, and its initial values cannot be "
         "set: build the stack first, and reparametrise or prune its layers afterwards"

@@ -83,9 +83,10 @@ class Residual(Growing):
         depths = {"decoder_layers": depth} if kind != "cross-attention" else dict.fromkeys(_DEPTHS, depth)
         architecture = "decoder-only" if kind != "cross-attention" else "encoder-decoder"
         configured = {"norm": norm, "residual": scheme, "norm_eps": norm_eps, "architecture": architecture, **depths}
+        # F may be any module, so d_ff and heads are only valid numbers.
         config = configure(options, d_model=d_model, d_ff=d_model, heads=1, **configured)
         self.place = Place(config, "decoder", layer_number(layer or 0, depth))
-        # the kinds of the sublayers of one layer, in order
+        # These are the kinds of the sublayers of one layer, in order.
         names = ("self-attention", "feed-forward") if architecture == "decoder-only" else KINDS
         self.number = names.index(kind)
         self.declared = self.place.sublayers[self.number]
@@ -134,6 +135,7 @@ class Residual(Growing):
 
 
 def _tuple(output: Any) -> tuple[Any, ...]:
+    """Returns a sublayer's output as a tuple, which begins with F(x)."""
     return output if isinstance(output, tuple) else (output,)
 
 
@@ -186,6 +188,7 @@ class TransformerEncoderLayer(Layer):
     attentions = ("self_attn",)
 
     def _depths(self, encoder_layers: int | None, decoder_layers: int | None) -> dict[str, Any]:
+        """Returns the configuration's architecture and depths. Without `decoder_layers` the encoder stands alone."""
         layers = 1 if encoder_layers is None else encoder_layers
         if decoder_layers is None:  # one stack, which Rust calls decoder-only
             return {"architecture": "decoder-only", "decoder_layers": layers}
@@ -227,6 +230,7 @@ class TransformerDecoderLayer(Layer):
     attentions = ("self_attn", "multihead_attn")
 
     def _depths(self, encoder_layers: int | None, decoder_layers: int | None) -> dict[str, Any]:
+        """Returns the configuration's architecture and depths. Without `encoder_layers` both stacks are as deep."""
         layers = 1 if decoder_layers is None else decoder_layers
         others = layers if encoder_layers is None else encoder_layers
         return {"architecture": "encoder-decoder", "encoder_layers": others, "decoder_layers": layers}

@@ -89,7 +89,7 @@ def mask_for(x: Tensor) -> Tensor | None:
     if not masks:
         return _given_for(rows)
     fitting = [mask for mask in masks if mask.shape == rows]
-    # x may have its rows in one dimension
+    # x may have its rows in one dimension, as in (B·T, d).
     fitting = fitting or [mask.reshape(-1) for mask in masks if (mask.numel(),) == tuple(rows)]
     if _is_one(fitting):
         return fitting[0]

@@ -24,6 +24,7 @@ def without_autocast(device: str) -> Any:
 
 
 def _has_autocast(device: str) -> bool:
+    """True if torch has autocast for this type of device. torch.compile takes the result for a constant."""
     return torch.amp.is_autocast_available(device)
 
 
@@ -52,13 +53,14 @@ def read(mixing: Mixing | None, owner: nn.Module, tensors: Tensors) -> tuple[Ten
         if isinstance(mixing, HyperConnection):
             x, *unwritten = _gated(mixing.gates, tensors[0], *parameters)
             return x, tuple(unwritten)
-        # (query, gain), or a query alone
+        # The parameters are (query, gain), or a query alone.
         attend: Any = formulas.depth_attention if len(parameters) == 2 else formulas.normed_depth_attention
         return attend(tensors, *parameters), ()
 
 
 def _gated(gates: Any, streams: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-    """Returns x and, around a sublayer, one more tensor: [Rᵀ, g], (…, n, n + 1), or g alone, (…, n, 1)."""
+    """Returns x and, around a sublayer, one more tensor: [Rᵀ, g], (…, n, n + 1), or g alone, (…, n, 1). `gates`: the
+    declared kind of gates; `streams`: (…, n, d); `parameters`: those of the gates, in declared order."""
     if isinstance(gates, Joint):
         weight, scale, bias = parameters
         if gates.scale.shape == (1,):  # at a stack's end
@@ -80,7 +82,7 @@ def write(mixing: Mixing, tensors: Tensors, unwritten: Tensors, f: Tensor) -> Te
     """Returns the tensors after F(x) = f; dropout has already been applied to f. Attention over depth appends f, or
     adds f to the last tensor. A hyper-connection gets the streams that `read` got, perhaps in another dtype."""
     if isinstance(mixing, HyperConnection):
-        (streams,), (weights,) = tensors, unwritten
+        (streams,), (weights,) = tensors, unwritten  # one tensor each
         if weights.shape[-1] == 1:  # g alone: every stream stays itself
             return (streams + weights.to(streams.dtype) * f.unsqueeze(-2),)
         return (formulas.mix_streams(streams, weights.to(torch.promote_types(streams.dtype, torch.float32)), f),)

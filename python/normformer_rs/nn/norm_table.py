@@ -34,7 +34,8 @@ class TensorSpec(NamedTuple):
 
 
 def size_of(shape: str | Sequence[int | str], width: int, options: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the size of a parameter with this declared shape."""
+    """Returns the size of a parameter with this declared shape, in a norm of this width. `options`: the values of the
+    options that the sides of a matrix may name."""
     if isinstance(shape, str):
         return {"one": (1,), "width": (width,), "column": (1, width, 1, 1)}[shape]
     known = {**options, "width": width}
@@ -93,6 +94,7 @@ them. src/model/running.rs reads the same ones."""
 
 
 _AFFINE = [("weight", "width"), ("bias", "width")]
+"""The (name, shape) of every parameter that the operator of a norm with column statistics has."""
 
 
 class NormSpec(NamedTuple):
@@ -141,23 +143,30 @@ class NormSpec(NamedTuple):
         return self
 
     def numbers(self, width: int, given: Mapping[str, Any]) -> dict[str, Numbers]:
-        """Returns the numbers of each parameter, in a norm with these options. Errors: InputError for an invalid
-        option."""
-        # JSON has no infinity.
-        plain = {name: str(o) if isinstance(o, float) and not math.isfinite(o) else o for name, o in given.items()}
+        """Returns the numbers of each parameter by name, in a norm of this width with the options `given`. Errors:
+        InputError for an invalid option."""
+        # JSON has no infinity, so Rust reads such a number as text.
+        plain = {
+            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in given.items()
+        }
         return dict(_numbers(self.name, width, json.dumps(plain, default=float)))
 
     def as_floats(self, **given: Any) -> list[float]:
         """Returns all options as operators take them, in order: a flag is 0 or 1, a word its index among its
         choices."""
         options = {**self.options, **given}
-        return [float(self.choices[name].index(o) if name in self.choices else o) for name, o in options.items()]
+        return [
+            float(self.choices[name].index(value) if name in self.choices else value) for name, value in options.items()
+        ]
 
 
 @functools.lru_cache(maxsize=1024)
 def _numbers(name: str, width: int, given: str) -> list[tuple[str, Numbers]]:
-    found = _core.norm_numbers(name, width, given)
-    return [(p.name, Numbers(*numbers)) for p, numbers in zip(DECLARED[name].parameters, found, strict=True)]
+    """Returns (parameter, its numbers) for the norm `name`. `given`: its options as JSON, because the arguments of a
+    cached function need a hash."""
+    rows = _core.norm_numbers(name, width, given)  # (start, std, offset, factor) of each parameter
+    return [(p.name, Numbers(*numbers)) for p, numbers in zip(DECLARED[name].parameters, rows, strict=True)]
 
 
 class Family(NamedTuple):

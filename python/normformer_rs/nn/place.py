@@ -39,6 +39,7 @@ def configure(options: Mapping[str, Any], **given: Any) -> TransformerConfig:
     for name in options:
         if name not in known:
             raise InputError(unknown("option", name, known))
+    # Layers have no vocabulary; 5 is the smallest size that Rust accepts.
     return TransformerConfig(**{"vocab_size": 5, **options, **given})
 
 
@@ -59,7 +60,7 @@ def whole_number(name: str, value: Any) -> int:
 
 def in_short(value: Any) -> str:
     """Describes a value of any size in few words."""
-    is_huge = isinstance(value, int) and value.bit_length() > 64
+    is_huge = isinstance(value, int) and value.bit_length() > 64  # Python refuses to print very long integers
     return f"one of {value.bit_length()} bits" if is_huge else reprlib.repr(value)
 
 
@@ -79,14 +80,17 @@ class Place:
 
     @property
     def sublayers(self) -> tuple[Sublayer, ...]:
+        """The declarations of this layer's sublayers."""
         return self.spec.sublayers
 
     @property
     def spec(self) -> LayerSpec:
+        """The declaration of this layer."""
         return self.declared.layers[self.layer]
 
     @property
     def depth(self) -> int:
+        """The number of layers of the stack."""
         return len(self.declared.layers)
 
     @property

@@ -21,7 +21,7 @@ def unit_rows(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
     """Returns gain·x/max(‖x‖₂, ε): ScaleNorm as a function. Exported programs contain torch's own operations."""
     if torch.compiler.is_exporting():
         return composed_norm(x, [gain], DECLARED["scalenorm"].as_floats(eps=eps), "scalenorm")
-    return OPS.scale_norm(x, gain, None, eps)[0]
+    return OPS.scale_norm(x, gain, None, eps)[0]  # (y, statistics for the backward pass)
 
 
 class RowNorm(Typed):
@@ -80,7 +80,8 @@ class RowNorm(Typed):
         options = {name: getattr(self, name) for name in self.declared.options}
         self.numbers_of = self.declared.numbers(self.width, options)
         for parameter in self.declared.parameters:
-            # A parameter with a number per feature has x's normed dimensions, however many these are.
+            # A parameter with a number per feature has x's normed dimensions, however many these are. The sides of a
+            # matrix may be options, which are attributes of the module.
             size = shape if parameter.shape == "width" else parameter.size(self.width, vars(self))
             empty = torch.empty(size, device=device, dtype=dtype)
             self.register_parameter(parameter.name, None if parameter.name in left_out else nn.Parameter(empty))
@@ -128,13 +129,14 @@ class RowNorm(Typed):
         return [self.in_use(name) for name in self.numbers] if self.numbers else (self.eps_for(x),)
 
     def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Runs the operator on rows."""
+        """Returns y for rows x (…, width): by the norm's operator, or by the composed form if it has none."""
         if not self.operator:
             return self.composed(x, weight, bias)
-        return getattr(OPS, self.operator)(x, weight, bias, *self.own(x))[0]
+        return getattr(OPS, self.operator)(x, weight, bias, *self.own(x))[0]  # (y, statistics for the backward pass)
 
     def composed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Returns the same as `call`, computed by the composed form, an operator that torch decomposes."""
+        # The composed form takes a single number as (1,).
         scalars = {p.name for p in self.declared.parameters if p.shape == "one"}
         tensors: dict[str, Tensor | None] = {"weight": weight, "bias": bias}
         for name in self.numbers:
@@ -179,6 +181,7 @@ class RowNorm(Typed):
         return self._normed(x)
 
     def _normed(self, x: Tensor) -> Tensor:
+        """Returns N(x) in x's dtype; exported programs contain torch's own operations."""
         if torch.compiler.is_exporting():
             return self.formula(x)
         if type(x) is not Tensor and not torch.compiler.is_compiling():
@@ -213,8 +216,8 @@ class OffsetNorm(RowNorm):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         g, weight = prefix + "g", prefix + "weight"
         if self.weight is not None and g in state_dict and weight not in state_dict:
-            # x-transformers' factor √d belongs to x̂ if the norm has a weight per feature, and to the weight if it has
-            # a single gain.
+            # x-transformers multiplies x/‖x‖ by √d. Here x̂ contains this factor if the norm has a weight per feature,
+            # and the initial gain √d contains it if the norm has a single gain.
             gain = (state_dict.pop(g) + float(self.unit_offset)) * self.gain()
             state_dict[weight] = self.numbers_of["weight"].inverse(gain)
         super()._load_from_state_dict(state_dict, prefix, *rest)

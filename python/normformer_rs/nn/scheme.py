@@ -112,7 +112,8 @@ def declare(config: TransformerConfig, stack: Any, kinds: tuple[str, ...] | None
     over_width = drawn_over_width(config)
 
     def scaled(part: dict[str, Any]) -> dict[str, Any]:
-        """Scales the std of a random matrix whose products are sums over the width."""
+        """Scales the std of a random matrix whose products are sums over the width. JSON's reader calls it for every
+        object, so most objects stay as they are."""
         if part.get("sums_over") == "width" and isinstance(part["value"], dict):
             part["value"]["normal"] *= over_width
         return part
@@ -126,16 +127,22 @@ def declare(config: TransformerConfig, stack: Any, kinds: tuple[str, ...] | None
 def drawn_over_width(config: TransformerConfig) -> float:
     """Returns the factor by which the parametrisation scales the std of those random matrices of norms and schemes
     whose products are sums over the width."""
-    m_d = config.d_model / (config.base_width or config.d_model)
-    return _core.multipliers(config.parametrisation, "hidden-vector", m_d, 1.0, None, "width")["init"]
+    times_as_wide = config.d_model / (config.base_width or config.d_model)  # compared with the base model
+    times_as_deep, depth_alpha = 1.0, None  # the std of sums over the width does not depend on the depth
+    multipliers = _core.multipliers(
+        config.parametrisation, "hidden-vector", times_as_wide, times_as_deep, depth_alpha, "width"
+    )
+    return multipliers["init"]
 
 
 def _layer(found: dict[str, Any]) -> LayerSpec:
+    """Returns a layer's declaration from the JSON that Rust wrote."""
     sublayers = tuple(map(_sublayer, found["sublayers"]))
     return LayerSpec(from_json(Changes, found["begin"]), sublayers, tuple(found["takes"]), tuple(found["leaves"]))
 
 
 def _sublayer(found: dict[str, Any]) -> Sublayer:
+    """Returns a sublayer's declaration from the JSON that Rust wrote. Changes at one point keep their order."""
     inside: dict[str, tuple[Change, ...]] = {}
     for point, change in found["inside"]:
         inside[point] = (*inside.get(point, ()), from_json(Change, change))

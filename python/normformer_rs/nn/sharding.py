@@ -96,6 +96,7 @@ def whole(module: nn.Module) -> Iterator[None]:
 
 
 def _copy(values: Tensor, target: Tensor) -> None:
+    """Copies the values into `target`, which comes last, because `write_whole` passes it."""
     target.copy_(values)
 
 
@@ -103,7 +104,7 @@ def _forward(x: Any, weight: Any, bias: Any, *own: Any) -> list[tuple[list[Any],
     """Returns (placements of y and stats, placements of the inputs), one pair per way to shard. `own`: ε, or the
     parameters that x̂ depends on."""
     whole = [_whole(p) for p in (weight, bias, *own)]
-    return [([at, at], [at, *whole]) for at in _places(x)]
+    return [([placement, placement], [placement, *whole]) for placement in _places(x)]
 
 
 def _backward(dy: Any, x: Any, weight: Any, bias: Any, stats: Any, *own: Any) -> list[tuple[list[Any], list[Any]]]:
@@ -114,15 +115,15 @@ def _backward(dy: Any, x: Any, weight: Any, bias: Any, stats: Any, *own: Any) ->
     affine, numbers = [_whole(p) for p in (weight, bias)], [_whole(p) for p in own]
     learned = [*affine, *(p for p in numbers if p is not None)]  # ε is a number and has no gradient
     ways = []
-    for at in _places(x):
+    for placement in _places(x):  # dy, x, stats and dx share it
         # A rank with some of the rows has a part of each parameter's gradient, which is a sum over rows.
-        sums = [Partial() if at.is_shard() and p is not None else Replicate() for p in learned]
-        ways.append(([at, *sums], [at, at, *affine, at, *numbers]))
+        sums = [Partial() if placement.is_shard() and p is not None else Replicate() for p in learned]
+        ways.append(([placement, *sums], [placement, placement, *affine, placement, *numbers]))
     return ways
 
 
 def _growth(t: Any, *_: Any) -> list[tuple[list[Any], list[Any]]]:
-    """Returns the only placements of α_t and t: both replicated."""
+    """Returns the only placements of α_t and of the inputs t, steps and curve: the tensors are replicated."""
     from torch.distributed.tensor import Replicate
 
     return [([Replicate()], [Replicate(), None, None])]

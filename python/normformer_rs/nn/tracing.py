@@ -17,7 +17,7 @@ def records_core() -> bool:
 
 def functionalizes() -> bool:
     """True inside torch.func.functionalize, which rejects other libraries' operators that may write to an argument."""
-    top = torch._C._functorch.peek_interpreter_stack()
+    top = torch._C._functorch.peek_interpreter_stack()  # the innermost transformation of torch.func
     return top is not None and top.key() == torch._C._functorch.TransformType.Functionalize
 
 
@@ -38,7 +38,8 @@ def leaf(forward: Forward) -> Forward:
             if isinstance(x, Proxy):
                 tracer: Any = x.tracer
                 return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
-            if args and not hasattr(x, "__torch_function__"):  # no stand-in for a tensor, either
+            # An object with __torch_function__ stands in for a tensor, so the forward may take it.
+            if args and not hasattr(x, "__torch_function__"):
                 name = f"{type(x).__module__}.{type(x).__name__}".removeprefix("builtins.")
                 raise TypeError(
                     f"{type(self).__name__} takes a torch.Tensor, got {name}: torch.as_tensor(x) makes one of arrays"
