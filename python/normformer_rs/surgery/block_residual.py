@@ -31,8 +31,8 @@ from .structure import Structure
 
 class Point:
     """Applies a scheme's changes at one point inside a block, by a hook before or after the linear layer at `path`.
-    `columns`: the columns that are changed (None: all). `d_head`: the width of a head, for changes that treat heads
-    separately.
+    `columns`: the columns of its output that are changed (None: all). `d_head`: the width of a head, for changes that
+    treat heads separately; 0: no change does.
 
     The hook is on the module now at `path`. If PEFT has put an adapter around the linear layer, it is on the adapter,
     since the changes apply to the adapted layer's input or output.
@@ -97,8 +97,8 @@ class Point:
             return x if is_whole else torch.cat([output[..., :first], x, output[..., end:]], -1)
         if output.device not in self.indices:
             self.indices[output.device] = torch.tensor(self.columns, device=output.device)
-        at = self.indices[output.device]
-        return output.index_copy(-1, at, self._change(output.index_select(-1, at)).to(output.dtype))
+        index = self.indices[output.device]
+        return output.index_copy(-1, index, self._change(output.index_select(-1, index)).to(output.dtype))
 
     def _change(self, x: Tensor) -> Tensor:
         """Returns x after all changes. Norms of a head's width, and unit vectors, apply to each head by itself."""
@@ -111,16 +111,18 @@ class Point:
         return x
 
     def _once(self, change: Change, x: Tensor) -> Tensor:
+        """Returns x after one change, which may use the tensors that the block's call keeps."""
         residual, kept = residual_of(self.block), call_of(self.block)
         if change.kind == "mix" and change.what.name in residual.place.spec.takes:
             kept.setdefault(change.what.name, x)  # if no earlier layer has kept this tensor, x stands for it
-        return apply_changes(residual, (change,), x, None, kept)
+        return apply_changes(residual, (change,), x, None, kept)  # None: no padding mask
 
 
 POINTS: dict[str, tuple[Role, str]] = {"after_heads": ("output", "before"), "after_output": ("output", "after")}
 POINTS |= {"before_activation": ("fc1", "after"), "after_activation": ("fc2", "before")}
 """For each point inside a sublayer: the role of the linear layer with the hook, and the side that the hook is on."""
 PROJECTIONS: tuple[Role, ...] = ("query", "key", "value")
+"""Points at the outputs of attention's projections. Their names are the roles of the projections' rows."""
 
 
 def projected(block: nn.Module, part: Part, role: Role, heads: int) -> tuple[str, list[int], int] | None:
@@ -167,20 +169,20 @@ class BlockResidual(Growing):
         # this module's.
         self._block, self._stack = (block,), (stack,)
         self.place, self.structure, self.parts = place, structure, structure.parts
-        here = zip(self.parts, place.sublayers, strict=True)
-        self.sublayers = tuple(_local(block, part, sublayer, place.config) for part, sublayer in here)
+        pairs = zip(self.parts, place.sublayers, strict=True)
+        self.sublayers = tuple(_local(block, part, sublayer, place.config) for part, sublayer in pairs)
         # the block's norms that the scheme uses: those that stay in the block, and those that move here
         self.paths, self.moved = norms_of(self.parts, self.sublayers)
-        self.opening = place.spec.begin
+        self.opening = place.spec.begin  # the changes at the layer's begin
         # whether changes hand tensors to later ones: outside the sublayers, and inside
         self.passes = passes((*self.opening, *(change for s in self.sublayers for change in s.outside)))
         self.passes_inside = any(passes(changes) for s in self.sublayers for changes in s.inside.values())
         self.points: tuple[Point, ...] = ()
         install(self, self._declared(), place, factory=factory)
-        move_on()
+        move_on()  # so that modules whose parameters are drawn next get other random numbers
         mark_module(self, f"scheme_{place.config.residual}", like.device)
         self.train(block.training)
-        self.grow(None, like.device)
+        self.grow(None, like.device)  # None: the stack's module counts the updates t, not this one
 
     def _declared(self) -> list[NormAt | Learned]:
         """Returns the scheme's norms and parameters that the block itself lacks."""
@@ -199,14 +201,14 @@ class BlockResidual(Growing):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockResidual":
         if not memo:  # this module alone is copied, not a model: the copy refers to the same block and stack
-            memo |= {id(one): one for one in (*self._block, *self._stack, *self.points)}
+            memo |= {id(shared): shared for shared in (*self._block, *self._stack, *self.points)}
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__setstate__(copy.deepcopy(self.__dict__, memo))
         return new
 
     def watched(self) -> Iterator[nn.Parameter]:
-        """Returns the block's parameters."""
+        """Returns the block's parameters, since t counts the updates of these."""
         return self._block[0].parameters()
 
     def uses(self, path: str) -> bool:
@@ -214,8 +216,8 @@ class BlockResidual(Growing):
         parallel branch) stays if the scheme has a norm before that sublayer."""
         if path in self.paths.values():
             return True
-        part = next((i for i, part in enumerate(self.parts) if path in part.twins), None)
-        return part is not None and only_norm(self.sublayers[part].before) is not None
+        number = next((i for i, part in enumerate(self.parts) if path in part.twins), None)
+        return number is not None and only_norm(self.sublayers[number].before) is not None
 
     def described(self) -> str:
         """Returns the block's layer number and class for messages."""
@@ -276,8 +278,8 @@ class BlockResidual(Growing):
         ]
 
     def enter(self, x: Tensor, layer: int, begins: bool) -> Streams:
-        """Returns the layer's streams for the hidden state x that it receives. `begins`: whether the stack begins with
-        this layer."""
+        """Returns the layer's streams for the hidden state x that it receives. `layer`: its number in this call;
+        `begins`: whether the stack begins with it."""
         streams = self._stack[0].open(x, layer, begins)
         for point in self.points:
             point.follow()
@@ -288,7 +290,7 @@ class BlockResidual(Growing):
         return streams._replace(x=apply_changes(self, self.opening, streams.x, None, streams.kept))
 
     def leave(self, streams: Streams, layer: int) -> Tensor:
-        """Returns the hidden state that the layer passes on."""
+        """Returns the hidden state that the layer passes on. `layer`: the layer's number in this call."""
         y = self._stack[0].close(streams, layer)
         if self.passes_inside:
             end_call(self._block[0])
@@ -302,7 +304,8 @@ class BlockResidual(Growing):
 
     def place_in(self, x: Tensor) -> tuple[int, bool]:
         """Returns the number of the layer that x enters, and whether the stack begins with it."""
-        return self._stack[0].number(x, self.place.layer, self.structure.calls > 1)
+        is_shared = self.structure.calls > 1  # several layers share the block
+        return self._stack[0].number(x, self.place.layer, is_shared)
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the output of the block's own forward, with the scheme."""
@@ -311,10 +314,10 @@ class BlockResidual(Growing):
     def read(self, i: int, streams: Streams, norm: nn.Module | None) -> Tensor:
         """Returns the tensor that sublayer i reads. `norm`: the block's own norm, if the sublayer reads through one."""
         part, sublayer = self.parts[i], self.sublayers[i]
-        if norm is None and part.reads_past:  # F reads x itself here, beside N(x)
+        if norm is None and part.reads_past:  # the block reads x itself here, and N(x) elsewhere
             return streams.x if streams.read is None else streams.read
         owner: Any = self
-        # a parallel branch's own norm takes the place of the scheme's; an N(x) from a fused step is of the latter
+        # a parallel branch's own norm takes the place of the scheme's, for which a fused step may have computed N(x)
         if norm is not None and any(self._at(path) is norm for path in part.twins):
             main = only_norm(sublayer.before)
             owner = self if main is None else _Through(self, main.name, norm)
@@ -325,7 +328,7 @@ class BlockResidual(Growing):
     def write(self, i: int, streams: Streams, f: Tensor, following: int | None) -> Streams:
         """Returns the streams after sublayer i has added its branch f. `following`: the next sublayer's number; None:
         there is none."""
-        dropout = self._modules.get(f"dropout{i + 1}") or nn.Dropout(0.0)  # one of the block's that moved here, or none
+        dropout = self._modules.get(f"dropout{i + 1}") or nn.Dropout(0.0)  # the block's dropout, if it has moved here
         # one fused step also computes the next sublayer's N(x⁺), if that sublayer has one norm and reads x⁺ alone
         after = None if following is None or self.parts[following].twins else self.sublayers[following]
         next_norm = None if after is None or after.mixing is not None else only_norm(after.before)
@@ -333,6 +336,8 @@ class BlockResidual(Growing):
         return streams if following is None else open_streams(self, self.sublayers[following], streams)
 
     def _closed(self, i: int, streams: Streams, f: Tensor, dropout: nn.Module, following: NormAt | None) -> Streams:
+        """Returns the streams after the residual connection of sublayer i, whose branch is f. `following`: the next
+        sublayer's norm, which the same fused step computes; None: it does not."""
         alpha_t = self._stack[0].grown(self.place.layer)
         if self.parts[i].beta != 1.0:  # undo the block's own factor on the branch: the scheme has its own
             f = f / self.parts[i].beta
@@ -349,9 +354,10 @@ class BlockResidual(Growing):
         return any(self._at(path) is norm for path in (part.before, *part.twins) if path is not None)
 
     def _at(self, path: str) -> nn.Module:
+        """Returns the block's module at a path."""
         return self._block[0].get_submodule(path)
 
-    # Blocks with a forward of their own.
+    # Blocks of registered classes, whose converted forward calls `step` for each sublayer.
 
     def step(
         self, i: int, x: Tensor, function: Callable[[Tensor], Any], dropout: nn.Module | float | None = None
@@ -364,16 +370,16 @@ class BlockResidual(Growing):
             for point in self.points:
                 point.follow()
             kept = begin_call(self._block[0]) if self.passes else {}
-            _, begins = stack.number(x, self.place.layer, False)
+            _, begins = stack.number(x, self.place.layer, is_shared=False)
             x = apply_changes(self, self.opening, stack.open(x, self.place.layer, begins).x, None, kept)
         else:
             kept = call_of(self._block[0]) if self.passes else {}
         sublayer: Sublayer = self.sublayers[i]
         streams = Streams(x, kept=kept)
-        given = apply_changes(self, sublayer.inside.get("input", ()), begin(self, sublayer, streams, None), None)
-        output = function(given)
+        normed = begin(self, sublayer, streams, None)
+        output = function(apply_changes(self, sublayer.inside.get("input", ()), normed, None))
         f, *rest = output if isinstance(output, tuple) else (output,)
-        # a dropout that moved here comes first, then the caller's, then the block's attribute
+        # of several dropouts, one that moved here is used, or else the caller's, or else the block's attribute
         declared = self.parts[i].dropout
         if self.parts[i].moves is not None:
             dropout = self._modules[f"dropout{i + 1}"]
@@ -396,15 +402,15 @@ class BlockResidual(Growing):
 def run_on_stream(
     owner: Any, names: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Returns the output of `forward` run on a residual stream with a scheme. `owner`: a `BlockResidual` or
-    `LoopResidual`; `names`: the names of the forward's arguments."""
+    """Returns the output of a block's own `forward(*args, **kwargs)`, run on a residual stream with a scheme. `owner`:
+    a `BlockResidual` or `LoopResidual`; `names`: the names of the forward's arguments, in order."""
     x = stream_in((args, kwargs))
     if x is None:
         raise InputError(f"{owner.described()} got no tensor with rows to be its residual stream")
     structure = owner.structure
     rows = x.movedim(1, -1) if structure.has_channels_first else x
     given = dict(zip(names, args, strict=False)) | kwargs
-    # a call without an encoder's output leaves out the cross-attentions, and their additions
+    # the block skips its cross-attentions, and their additions, if the call passes no encoder's output
     left_out = {i for i, part in enumerate(owner.parts) if part.memory and given.get(part.memory) is None}
     writes = tuple(i for i in structure.writes if i not in left_out)
     layer, begins = owner.place_in(x)
@@ -413,6 +419,7 @@ def run_on_stream(
     read = streams.x if streams.read is None else streams.read  # what the first sublayer reads
     run = Pass(owner, writes, structure)
     stream = Stream.of(run.shown(read), run, streams, written=0, parallel=None, shape=read.shape)
+    # the forward gets the stream in place of x; the stream replaces the block's additions by the scheme's
     args, kwargs = exchanged(args, x, stream), exchanged(kwargs, x, stream)
     out = forward(*args, **kwargs)
     run.end()
@@ -450,7 +457,7 @@ def _without_streams(value: Any, last: Stream, y: Tensor) -> Any:
     """Returns a block's output with plain tensors instead of streams: `y` for the stream `last`."""
     if isinstance(value, Stream):
         return y if value is last else bare(value)
-    return rebuilt(value, lambda one: _without_streams(one, last, y))
+    return rebuilt(value, lambda item: _without_streams(item, last, y))
 
 
 def norms_of(parts: Sequence[Part], sublayers: Sequence[Sublayer]) -> tuple[dict[str, str], dict[str, str]]:
@@ -469,9 +476,9 @@ def norms_of(parts: Sequence[Part], sublayers: Sequence[Sublayer]) -> tuple[dict
                 (move if where == "branch" else stay)[names.pop(0)] = path
                 own[where] = None
             unmatched += names
-        for where, rest in own.items():  # the block's other norms serve for those, whatever their places
-            if rest is not None and unmatched:
-                (move if where == "branch" else stay)[unmatched.pop(0)] = rest
+        for where, path in own.items():  # the block's remaining norms serve for those, whatever their places
+            if path is not None and unmatched:
+                (move if where == "branch" else stay)[unmatched.pop(0)] = path
     return stay, move
 
 

@@ -32,7 +32,7 @@ LISTS = (nn.ModuleList, nn.Sequential)
 
 
 Unknown = dict[str, str]
-"""For each list of modules that look like blocks but are not known ones: its path → the reason."""
+"""For each list of modules that look like blocks but are not known ones: its path → the reason why."""
 
 
 class Stacks(NamedTuple):
@@ -54,24 +54,25 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
     """
     unknown: Unknown = {}
     not_residual: Unknown = {}
-    candidates, singles = [*_candidates(model)], [*_alone(model)]  # lists of modules; blocks in no list
+    candidates = [*_candidates(model)]  # lists whose entries may be blocks
+    singles = [*_alone(model)]  # blocks that are in no list
     if not candidates and not singles:
         raise InputError(
             f"{type(model).__name__} holds no list of modules (ModuleList, Sequential) with blocks: pass the part of "
             "the model that has one, or register the class of your block with normformer_rs.surgery.register_block"
         )
     blocks = [entry for _, entries in candidates for _, entry in entries] + [group.blocks[0] for group in singles]
-    found, why = _run(model, blocks, example)
+    run_record, why_no_run = _run(model, blocks, example)
     groups: list[Group] = []
     stack_paths: list[str] = []
     refused: Unknown = {}
     listed: set[nn.Module] = set()  # the blocks of the lists so far
     for path, entries in _without_parts(candidates):
-        if any(_is_below(path, one) for one in stack_paths):  # a list inside a block
+        if any(_is_below(path, stack) for stack in stack_paths):  # a list inside a block
             continue
-        members, reasons = _examine(entries, found, why)
-        reason = None if members else next(iter(reasons.values()))  # that of the first entry speaks for the list
-        if reason is None and found is not None and (stage := _stage(path, members, candidates, found)):
+        members, reasons = _examine(entries, run_record, why_no_run)
+        reason = None if members else next(iter(reasons.values()))  # the first entry's reason stands for the list's
+        if reason is None and run_record is not None and (stage := _stage(path, members, candidates, run_record)):
             not_residual[path] = stage
         elif reason is None and (twin := _twin_of_some(members)):
             raise InputError(f"{path}.{twin}")
@@ -83,42 +84,45 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
                 )
             stack_paths.append(path)
             listed |= {*members.values()}
-            groups += _groups(model, path, members, found)
-            unexplained = {name: one for name, one in reasons.items() if not isinstance(one, NotResidual)}
+            groups += _groups(model, path, members, run_record)
+            # entries that surely are no residual blocks need no row of the table
+            unexplained = {name: why for name, why in reasons.items() if not isinstance(why, NotResidual)}
             refused |= {
-                f"{path}.{name}".lstrip("."): _in_words(name, entries, one) for name, one in unexplained.items()
+                f"{path}.{name}".lstrip("."): _in_words(name, entries, why) for name, why in unexplained.items()
             }
         elif isinstance(reason, NotResidual):
             not_residual[path] = _in_words(next(iter(reasons)), entries, reason)
-        elif not any(_is_below(path, one) for one in unknown):
+        elif not any(_is_below(path, outer) for outer in unknown):
             unknown[path] = _in_words(next(iter(reasons)), entries, reason)
     # a list around a stack is no fault
-    unknown = {path: why for path, why in unknown.items() if not any(_is_below(one, path) for one in stack_paths)}
+    unknown = {path: why for path, why in unknown.items() if not any(_is_below(stack, path) for stack in stack_paths)}
     unknown |= refused
-    if found is not None:
-        groups = _noted_mixed([_with_end(group, found) for group in _joined(model, groups, found)], found)
+    if run_record is not None:
+        groups = _noted_mixed(
+            [_with_end(group, run_record) for group in _joined(model, groups, run_record)], run_record
+        )
     for group in singles:
         (path,), (block,) = group.names, group.blocks
         if any(block in other.blocks for other in groups):
             continue
         try:
-            _store_structure(block, found, why)
-            group = group._replace(end=_end(model, group.path, block, found))
-            groups.append(group if found is None else _with_end(group, found))
+            _store_structure(block, run_record, why_no_run)
+            group = group._replace(end=_end(model, group.path, block, run_record))
+            groups.append(group if run_record is None else _with_end(group, run_record))
         except Unaccounted as reason:
             unknown[path] = f"{named(block)}: {reason}"
-    if not groups and found is not None:
+    if not groups and run_record is not None:
         groups = _loops(model, candidates, example)
     if not groups:
-        if found is None and why:
-            raise refuse_without(model, why)
+        if run_record is None and why_no_run:
+            raise refuse_without(model, why_no_run)
         raise none_found(model, unknown or not_residual)
-    return Stacks(groups, unknown, None if found is None else caller(model, example))
+    return Stacks(groups, unknown, None if run_record is None else caller(model, example))
 
 
 def _loops(model: nn.Module, candidates: Any, example: Any) -> list[Group]:
     """Returns the modules whose forward loops over a list and adds the branches itself, so that the list's entries are
-    no blocks. Each such module becomes a group whose blocks are views of its layers."""
+    no blocks. Each such module becomes a group whose blocks are views of its layers. `candidates`: the lists."""
     owners: dict[str, nn.Module] = {}
     for path, _ in candidates:
         while path:  # each module around a list may have the loop over it
@@ -126,14 +130,14 @@ def _loops(model: nn.Module, candidates: Any, example: Any) -> list[Group]:
             if not isinstance(owner := model.get_submodule(path), LISTS):
                 refuse_again(owner)
                 owners.setdefault(path, owner)
-    found, _ = _run(model, [*owners.values()], example)
+    run_record, _ = _run(model, [*owners.values()], example)
     groups: list[Group] = []
     for path, owner in owners.items():
-        if found is None or any(_is_below(group.path, path) for group in groups):  # its loop is in an inner module
+        if run_record is None or any(_is_below(group.path, path) for group in groups):  # its loop is in an inner module
             continue
         try:
-            calls_of(owner, found)
-            layers, end = layers_of(structure(owner, found, found.roles))
+            calls_of(owner, run_record)
+            layers, end = layers_of(structure(owner, run_record, run_record.roles))
         except Unaccounted:
             continue
         names = [f"{path or type(owner).__name__}[{i}]" for i in range(len(layers))]
@@ -145,41 +149,42 @@ def _loops(model: nn.Module, candidates: Any, example: Any) -> list[Group]:
     return groups
 
 
-def _stage(path: str, blocks: dict[str, nn.Module], candidates: Any, found: Record) -> str:
+def _stage(path: str, blocks: dict[str, nn.Module], candidates: Any, run_record: Record) -> str:
     """Returns the reason why a list's entries are stages (themselves stacks of blocks); empty if they are blocks. An
     entry is a stage if a norm on its stream follows a list of blocks inside it, or if all of its sublayers belong to
     blocks inside it that have several sublayers each."""
     for name, block in blocks.items():
         known, parts = STRUCTURES.get(block), {*block.modules()}
-        lists = [entries for one, entries in candidates if one != path and _is_below(one, path)]
-        inside = [entry for entries in lists for _, entry in entries if entry in parts and _is_known(entry, found)]
+        lists = [entries for list_path, entries in candidates if list_path != path and _is_below(list_path, path)]
+        inside = [entry for entries in lists for _, entry in entries if entry in parts and _is_known(entry, run_record)]
         # the blocks inside, of several sublayers each, account for all sublayers of the entry
-        counts = [len(structure(entry, found, found.roles).parts) for entry in inside]
+        counts = [len(structure(entry, run_record, run_record.roles).parts) for entry in inside]
         if known is not None and counts and min(counts) > 1 and sum(counts) == len(known.parts):
             return f"{name} is a stage: its sublayers are those of a list of blocks"
         # a norm after a sublayer that no inner block contains stands after the whole inner list
         covered = {part for entry in inside for part in entry.modules()}
         after = [part.after for part in (() if known is None else known.parts) if part.after is not None]
-        if inside and (norm := next((one for one in after if block.get_submodule(one) not in covered), None)):
+        outside = (norm_path for norm_path in after if block.get_submodule(norm_path) not in covered)
+        if inside and (norm := next(outside, None)):
             return f"{name} is a stage: its norm {norm} follows a list of blocks"
     return ""
 
 
-def _is_known(block: nn.Module, found: Record) -> bool:
+def _is_known(block: nn.Module, run_record: Record) -> bool:
     """Returns whether the block's structure can be read from the run."""
     try:
-        structure(block, found, found.roles)
+        structure(block, run_record, run_record.roles)
     except Unaccounted:
         return False
     return True
 
 
-def _joined(model: nn.Module, groups: list[Group], found: Record) -> list[Group]:
+def _joined(model: nn.Module, groups: list[Group], run_record: Record) -> list[Group]:
     """Returns the groups after joining lists that follow each other into one stack: the first block of one list reads
     the output of the last block of another."""
     joined: list[Group] = []
     for group in groups:
-        before = next((one for one in joined if _follows(group, one, found)), None)
+        before = next((earlier for earlier in joined if _follows(group, earlier, run_record)), None)
         if before is None:
             joined.append(group)
             continue
@@ -187,7 +192,7 @@ def _joined(model: nn.Module, groups: list[Group], found: Record) -> list[Group]
         while path and not _is_below(group.path, path):  # up to the innermost module around both lists
             path = parent_of(path)
         is_list = isinstance(model.get_submodule(path), LISTS) and path  # a list of lists counts as the stack's list
-        holder = _called(model, parent_of(path) if is_list else path, found)
+        holder = _called(model, parent_of(path) if is_list else path, run_record)
         joined[joined.index(before)] = before._replace(
             path=path if is_list else before.path,
             names=[*before.names, *group.names],
@@ -195,7 +200,7 @@ def _joined(model: nn.Module, groups: list[Group], found: Record) -> list[Group]
             holder=holder,
             depth=before.depth + group.depth,
             end=group.end,
-            runs=found.runs.get(holder, 1),
+            runs=run_record.runs.get(holder, 1),
         )
     return joined
 
@@ -211,8 +216,8 @@ def _without_parts(candidates: Any) -> list[tuple[str, list[tuple[str, nn.Module
 
 
 def _twin_of_some(blocks: dict[str, nn.Module]) -> str:
-    """Returns the reason why blocks are refused of which some, but not all, get their input twice; "" if there are
-    none. What those read through the second argument is the stream for one block, and not for the next."""
+    """Returns the reason to refuse a list's blocks if some of them get their input as two arguments, and others do not;
+    else "". The second argument is then the stream for one block, and another tensor for the next."""
     twins = {name: STRUCTURES[block].twin for name, block in blocks.items() if block in STRUCTURES}
     name = next((name for name, twin in twins.items() if twin is not None), None)
     if name is None or None not in twins.values():
@@ -223,33 +228,34 @@ def _twin_of_some(blocks: dict[str, nn.Module]) -> str:
     )
 
 
-def _noted_mixed(groups: list[Group], found: Record) -> list[Group]:
-    """Returns the groups, with a note in those whose stream comes from another group or goes on to one: a scheme's
-    stack has layers that are alike, and one depth."""
-    notes: dict[int, str] = {}
+def _noted_mixed(groups: list[Group], run_record: Record) -> list[Group]:
+    """Returns the groups, with a note in those whose stream comes from another group or goes on to one. Some schemes
+    refuse these later, since they need layers that are alike, and one depth."""
+    notes: dict[int, str] = {}  # identity of a group → its note
     for group, other in itertools.permutations(groups, 2):
-        after = {call.x: block for block in other.blocks for call in found.calls.get(block, ())}
+        # the input of each call → the block, for the other group
+        after = {call.x: block for block in other.blocks for call in run_record.calls.get(block, ())}
         for block in group.blocks:
-            follower = next((after[call.y] for call in found.calls.get(block, ()) if call.y in after), None)
+            follower = next((after[call.y] for call in run_record.calls.get(block, ()) if call.y in after), None)
             if follower is None or STRUCTURES.get(block) is None or STRUCTURES.get(follower) is None:
                 continue
-            names = [one.names[one.blocks.index(of)] for one, of in ((group, block), (other, follower))]
-            why = f"the stream goes from {names[0]} straight to {names[1]}, whose layers are not alike"
-            notes = {id(group): why, id(other): why} | notes
+            name, follower_name = group.names[group.blocks.index(block)], other.names[other.blocks.index(follower)]
+            note = f"the stream goes from {name} straight to {follower_name}, whose layers are not alike"
+            notes = {id(group): note, id(other): note} | notes  # a group keeps its first note
             break
     return [group._replace(shares_stream=notes.get(id(group), "")) for group in groups]
 
 
-def _follows(group: Group, before: Group, found: Record) -> bool:
+def _follows(group: Group, before: Group, run_record: Record) -> bool:
     """Returns whether the first block of `group` reads the output of the last block of `before`, and the two blocks
     have as many sublayers, the same width, and are each called once in a pass."""
     last, first = before.blocks[-1], group.blocks[0]
-    if not {last, first} <= found.calls.keys() or any(block not in STRUCTURES for block in (last, first)):
+    if not {last, first} <= run_record.calls.keys() or any(block not in STRUCTURES for block in (last, first)):
         return False
     ends, begins = STRUCTURES[last], STRUCTURES[first]
     are_alike = (len(ends.parts), ends.width) == (len(begins.parts), begins.width)
     are_called_once = ends.calls == begins.calls == 1
-    outputs, inputs = [call.y for call in found.calls[last]], [call.x for call in found.calls[first]]
+    outputs, inputs = [call.y for call in run_record.calls[last]], [call.x for call in run_record.calls[first]]
     return are_alike and are_called_once and outputs == inputs
 
 
@@ -262,8 +268,8 @@ def none_found(model: nn.Module, unknown: Unknown) -> InputError:
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, nn.Module]]]]:
-    """Yields the lists whose entries may be blocks, as (path, [(name, entry)]); an outer list comes before the lists
-    inside it."""
+    """Yields the lists (ModuleList, Sequential) whose entries may be blocks, as (path, [(name, entry)]). An outer list
+    comes before the lists inside it."""
     for path, module in model.named_modules():
         if isinstance(module, LISTS):
             entries = [(name, unwrapped(entry)) for name, entry in module.named_children()]
@@ -289,8 +295,8 @@ def _is_below(path: str, other: str) -> bool:
 
 
 def _run(model: nn.Module, blocks: list[nn.Module], example: Any) -> tuple[Record | None, str]:
-    """Runs the model and returns its record, with the roles of its matrices. Without a record, returns None and the
-    reason, which is empty if no block needs a run."""
+    """Runs the model and returns (its record, ""), with the roles of its matrices in the record. If there is no record,
+    returns (None, the reason); the reason is empty if no block needs a run."""
     if all(isinstance(block, tuple(TORCHS)) or is_converted(block) for block in blocks):
         return None, ""
     if any(p.is_meta for p in model.parameters()):
@@ -301,7 +307,7 @@ def _run(model: nn.Module, blocks: list[nn.Module], example: Any) -> tuple[Recor
     with quietly(model):
         model.eval()
         try:
-            found = record(model, blocks, run)
+            run_record = record(model, blocks, run)
         except MemoryError:
             raise
         except Exception as reason:  # a model may raise anything
@@ -309,11 +315,11 @@ def _run(model: nn.Module, blocks: list[nn.Module], example: Any) -> tuple[Recor
                 raise failed_on(model, reason) from reason
             said = str(reason).partition("\n")[0]
             return None, f"it does not take the input that its configuration tells ({type(reason).__name__}: {said})"
-        norms = {module for module, kind in found.kinds.items() if kind == "norm"}
+        norms = {module for module, kind in run_record.kinds.items() if kind == "norm"}
         # the last matrix of each branch → all matrices of that branch
-        ends = {last: own for block in blocks for last, own in writers(block, found)}
-        found.roles = find_roles(model, run, norms, ends) if ends else Roles({})
-    return found, ""
+        ends = {last: own for block in blocks for last, own in writers(block, run_record)}
+        run_record.roles = find_roles(model, run, norms, ends) if ends else Roles({})
+    return run_record, ""
 
 
 def _run_of_twin(model: nn.Module, blocks: list[nn.Module], example: Any) -> tuple[Record | None, str]:
@@ -332,18 +338,22 @@ def _run_of_twin(model: nn.Module, blocks: list[nn.Module], example: Any) -> tup
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else torch.zeros_like(buffer, device="cpu")
     inside = {block: twin.get_submodule(names[block]) for block in blocks}
-    with _OneRow():  # linear layers then never copy a whole matrix
-        found, why = _run(twin, [*inside.values()], example)
-    if found is not None:
-        own = {twin.get_submodule(name): module for module, name in names.items()}  # the copy's module → the model's
-        found.stand_for(own)
+    with _OneRow():  # linear layers then do not expand a row into a whole matrix in memory
+        run_record, why_no_run = _run(twin, [*inside.values()], example)
+    if run_record is not None:
+        # the copy's module → the model's
+        originals = {twin.get_submodule(name): module for module, name in names.items()}
+        run_record.stand_for(originals)
         parameters = dict(model.named_parameters())
         paths = {p: path for path, p in twin.named_parameters()}
-        matrices = found.roles.matrices.items()  # the keys are linear layers and bare parameters
-        found.roles = found.roles._replace(
-            matrices={own[key] if isinstance(key, nn.Module) else parameters[paths[key]]: m for key, m in matrices}
+        matrices = run_record.roles.matrices.items()  # the keys are linear layers and bare parameters
+        run_record.roles = run_record.roles._replace(
+            matrices={
+                originals[key] if isinstance(key, nn.Module) else parameters[paths[key]]: roles
+                for key, roles in matrices
+            }
         )
-    return found, why
+    return run_record, why_no_run
 
 
 class _OneRow(TorchFunctionMode):
@@ -360,15 +370,15 @@ class _OneRow(TorchFunctionMode):
 
 
 def _examine(
-    entries: list[tuple[str, nn.Module]], found: Record | None, why: str
+    entries: list[tuple[str, nn.Module]], run_record: Record | None, why_no_run: str
 ) -> tuple[dict[str, nn.Module], dict[str, Unaccounted]]:
-    """Returns the blocks of a list by their names, and for each other entry the reason why it is no block. If two
-    entries of one class differ in this, no entry counts as a block."""
+    """Returns the blocks of a list by their names, and for each other entry the reason why it is no block. If the
+    entries of a class differ in this, no entry counts as a block. `why_no_run`: the reason if `run_record` is None."""
     blocks: dict[str, nn.Module] = {}
     reasons: dict[str, Unaccounted] = {}
     for name, entry in entries:
         try:
-            _store_structure(entry, found, why)
+            _store_structure(entry, run_record, why_no_run)
             blocks[name] = entry
         except Unaccounted as reason:
             reasons[name] = reason
@@ -377,23 +387,23 @@ def _examine(
 
 
 def _in_words(name: str, entries: list[tuple[str, nn.Module]], reason: Unaccounted | None) -> str:
-    """Returns the reason why an entry of a list is no block, with the entry's name and class."""
+    """Returns a message with the name and class of a list's entry, and the reason why it is no block."""
     return f"{name}, {named(dict(entries)[name])}: {reason}"
 
 
-def _store_structure(block: Any, found: Record | None, why: str) -> None:
+def _store_structure(block: Any, run_record: Record | None, why_no_run: str) -> None:
     """Stores a block's structure in STRUCTURES. Blocks of torch.nn's, converted and registered classes get no entry,
-    since their class says what they compute. `why`: why there is no run, if `found` is None. Errors: Unaccounted."""
+    since their class says what they compute. `why_no_run`: the reason if `run_record` is None. Errors: Unaccounted."""
     if isinstance(block, tuple(TORCHS)) and original(type(block)) not in TORCHS:
         base = next(kind for kind in TORCHS if isinstance(block, kind))
         raise Unaccounted(f"it is a subclass of {base.__name__}, and its forward may be another: use {base.__name__}")
     if isinstance(block, tuple(TORCHS)) or is_converted(block):
         return
-    if found is None:
-        raise Unaccounted(why)
-    calls_of(block, found)  # raises if the run did not call the block
+    if run_record is None:
+        raise Unaccounted(why_no_run)
+    calls_of(block, run_record)  # raises if the run did not call the block
     if declaration_of(type(block)) is None:
-        STRUCTURES[block] = structure(block, found, found.roles)
+        STRUCTURES[block] = structure(block, run_record, run_record.roles)
     else:
         STRUCTURES.pop(block, None)
 
@@ -407,12 +417,12 @@ def _alone(model: nn.Module) -> Iterator[Group]:
             yield Group(parent_of(path), [path], [module], holder, depth=1)
 
 
-def _groups(model: nn.Module, path: str, blocks: dict[str, nn.Module], found: Record | None) -> Iterator[Group]:
-    """Yields a list's blocks as groups that may each be one stack: same number of sublayers and same width, or same
-    class if no structure is known."""
-    holder, listed = _called(model, parent_of(path), found), model.get_submodule(path)
+def _groups(model: nn.Module, path: str, blocks: dict[str, nn.Module], run_record: Record | None) -> Iterator[Group]:
+    """Yields the blocks of the list at `path` as groups that may each be one stack. The blocks of a group have the same
+    number of sublayers and the same width, or the same class if no structure is known."""
+    holder, listed = _called(model, parent_of(path), run_record), model.get_submodule(path)
     alike: dict[Any, dict[str, nn.Module]] = {}
-    for name, block in _in_order(blocks, found).items():
+    for name, block in _in_order(blocks, run_record).items():
         structure = structure_of(block) if not isinstance(block, tuple(TORCHS)) else None
         criterion = type(block) if structure is None else (len(structure.parts), structure.width)
         alike.setdefault(criterion, {})[f"{path}.{name}".lstrip(".")] = block
@@ -420,29 +430,35 @@ def _groups(model: nn.Module, path: str, blocks: dict[str, nn.Module], found: Re
     for by_name in alike.values():
         members = [*by_name.values()]
         kinds = tuple({type(block) for block in members})
-        # a block that stands in the list several times has been called for each of them
-        runs_of = [entry for entry in entries if entry in members and entry not in STRUCTURES]
-        depth = len(runs_of) + sum(_layers(member) for member in members if member in STRUCTURES)
-        # entries of a subclass that are no blocks still are layers
+        # a block without a recorded structure counts as often as it stands in the list; else its calls count
+        uncounted = [entry for entry in entries if entry in members and entry not in STRUCTURES]
+        depth = len(uncounted) + sum(_layers(member) for member in members if member in STRUCTURES)
+        # entries that are no blocks, but of a subclass of the blocks' class, are layers of the stack, too
         depth += sum(isinstance(entry, kinds) and entry not in blocks.values() for entry in entries)
-        runs = 1 if found is None else found.runs.get(holder, 1)
+        runs = 1 if run_record is None else run_record.runs.get(holder, 1)
         yield Group(
-            path, [*by_name], members, holder, max(depth, len(members)), _end(model, path, members[-1], found), runs
+            path,
+            [*by_name],
+            members,
+            holder,
+            depth=max(depth, len(members)),
+            end=_end(model, path, members[-1], run_record),
+            runs=runs,
         )
 
 
-def _in_order(blocks: dict[str, nn.Module], found: Record | None) -> dict[str, nn.Module]:
+def _in_order(blocks: dict[str, nn.Module], run_record: Record | None) -> dict[str, nn.Module]:
     """Returns a list's blocks in the order in which the run has called them."""
-    if found is None or any(block not in found.calls for block in blocks.values()):
+    if run_record is None or any(block not in run_record.calls for block in blocks.values()):
         return blocks
-    return dict(sorted(blocks.items(), key=lambda item: found.calls[item[1]][0].first))
+    return dict(sorted(blocks.items(), key=lambda item: run_record.calls[item[1]][0].first))
 
 
-def _called(model: nn.Module, path: str, found: Record | None) -> nn.Module:
-    """Returns the module at a path, or the innermost one around it whose forward has been called: a ModuleDict has
-    none. A list counts as it is."""
+def _called(model: nn.Module, path: str, run_record: Record | None) -> nn.Module:
+    """Returns the module at a path or, if its forward was not called, the innermost module around it whose forward was.
+    A ModuleDict, for example, has no forward. A list is returned as it is."""
     module = model.get_submodule(path)
-    while path and found is not None and module not in found.runs and not isinstance(module, LISTS):
+    while path and run_record is not None and module not in run_record.runs and not isinstance(module, LISTS):
         path = parent_of(path)
         module = model.get_submodule(path)
     return module
@@ -453,9 +469,10 @@ def _layers(block: nn.Module) -> int:
     return STRUCTURES[block].calls if block in STRUCTURES else 1
 
 
-def _end(model: nn.Module, path: str, last: nn.Module, found: Record | None) -> End | None:
-    """Returns the norm after the stack's last block. None: there is none, or it is not the stack's."""
-    norm = None if found is None or last not in found.calls else norm_after(found, last)
+def _end(model: nn.Module, path: str, last: nn.Module, run_record: Record | None) -> End | None:
+    """Returns the norm after the stack's last block. None: there is none, or it is not the stack's. `path`: that of the
+    list of blocks; `last`: the last block."""
+    norm = None if run_record is None or last not in run_record.calls else norm_after(run_record, last)
     if norm is None:
         return None
     name = next(name for name, module in model.named_modules() if module is norm)
@@ -467,13 +484,13 @@ def _end(model: nn.Module, path: str, last: nn.Module, found: Record | None) -> 
     return End(model.get_submodule(owner), owner, name.rpartition(".")[2])
 
 
-def _with_end(group: Group, found: Record) -> Group:
+def _with_end(group: Group, run_record: Record) -> Group:
     """Returns the group with two facts about its end norm filled in: whether the norm also reads outputs of blocks
     before the last, and how often it is called before the first block."""
     end, last = group.end, group.blocks[-1]
     if end is None:
         return group
-    elsewhere = any(reads(end.norm, found, block) for block in group.blocks if block is not last)
-    calls = found.calls.get(group.blocks[0])
-    early = sum(node.module is end.norm for node in found.nodes[: calls[0].first if calls else 0])
+    elsewhere = any(reads(end.norm, run_record, block) for block in group.blocks if block is not last)
+    calls = run_record.calls.get(group.blocks[0])
+    early = sum(node.module is end.norm for node in run_record.nodes[: calls[0].first if calls else 0])
     return group._replace(end=end._replace(reads_elsewhere=elsewhere, early=early))

@@ -124,12 +124,13 @@ def _swap(
 ) -> Swaps:
     """Makes the swap of `swap_norms`, whose arguments have been checked. Its steps: find the norms, make the new ones,
     exchange them and the optimizer's parameters, then run the model to check that it calls the new norms."""
-    norms, staying = _find(model, filter)
+    norms, staying = _find(model, filter)  # `staying`: rows of the table for norms that are not replaced
     flow = None if any(p.is_meta for p in model.parameters()) else Flow.of(model, example, Places(model))
+    # norms that the model does not call although it reads their weights: norm → message
     read: dict[nn.Module, str] = {} if flow is None else flow.only_read()
-    for name, module, said in () if flow is None else flow.formulas():
+    for name, module, message in () if flow is None else flow.formulas():
         if filter is None or filter(name, module):
-            staying[name] = Row(name, type(module).__name__, type(module).__name__, f"stays: {said}")
+            staying[name] = Row(name, type(module).__name__, type(module).__name__, f"stays: {message}")
     for name, module, _ in norms:
         if module in read and (filter is None or filter(name, module)):
             staying[name] = Row(name, type(module).__name__, type(module).__name__, f"stays: {read[module]}")
@@ -149,9 +150,9 @@ def _swap(
 
     plan = ExactSwap(model, {module: known for _, module, known in norms}, example) if exact else None
     before = None if plan is None else plan.flow.outputs()
-    made: dict[nn.Module, _NewNorm] = {}
+    made: dict[nn.Module, _NewNorm] = {}  # old norm → new norm
     shared: dict[tuple[nn.Parameter, str, torch.Size], nn.Parameter] = {}
-    places: list[tuple[str, nn.Module]] = []
+    places: list[tuple[str, nn.Module]] = []  # (name, old norm) of all norms that are replaced
     for name, module, known in norms:
         if target.is_met_by(module) or (exact and known.computes == "rmsnorm"):
             continue
@@ -175,9 +176,9 @@ def _swap(
             _share(module, made[module], shared)
 
     # without a run, nothing else shows that the model calls a norm by another name
-    beside = held_beside(model, made) if flow is None else {}
-    if beside:
-        old, attribute = next(iter(beside.items()))
+    held_outside = held_beside(model, made) if flow is None else {}
+    if held_outside:
+        old, attribute = next(iter(held_outside.items()))
         raise InputError(
             f"{attribute} holds a norm, a {type(old).__name__}, outside the children, where no swap reaches it: "
             "pass example=, so that a run shows by which name the model calls it"
@@ -213,11 +214,11 @@ def _swap(
 def _find(
     model: nn.Module, filter: Callable[[str, nn.Module], bool] | None
 ) -> tuple[list[tuple[str, nn.Module, RecognisedNorm]], dict[str, Row]]:
-    """Returns the norms of a model, each once for each of its names, and rows of the table for modules that are called
-    norms but are not recognised."""
+    """Returns the norms of a model as (name, module, what it computes), each once for each of its names, and rows of
+    the table for modules that are called norms but are not recognised: name → row."""
     norms: list[tuple[str, nn.Module, RecognisedNorm]] = []
     staying: dict[str, Row] = {}
-    examined: dict[Hashable, RecognisedNorm | str] = {}
+    examined: dict[Hashable, RecognisedNorm | str] = {}  # results by `alike`, since trial calls take long
     for name, module in model.named_modules(remove_duplicate=False):
         if norms and name.startswith(norms[-1][0] + "."):
             continue  # it lies inside the last norm found
@@ -241,33 +242,39 @@ def held_beside(model: nn.Module, norms: Iterable[nn.Module]) -> dict[nn.Module,
     attribute's path."""
     wanted, found = {id(norm): norm for norm in norms}, {}
     for path, module in model.named_modules():
-        own = {} if id(module) in wanted else vars(module)
-        for name, value in own.items():
+        attributes = {} if id(module) in wanted else vars(module)  # what a norm itself holds does not count
+        for name, value in attributes.items():
             todo = [] if name in _MODULES_OWN else [value]
             seen: dict[int, Any] = {}  # keeps the objects alive, so that no other one gets their identity
-            while todo:
-                one = todo.pop()
-                if id(one) in seen:
+            while todo:  # follows references through containers and functions
+                current = todo.pop()
+                if id(current) in seen:
                     continue
-                seen[id(one)] = one
-                if id(one) in wanted:
-                    found[wanted[id(one)]] = join(path, name)
-                elif isinstance(one, types.FunctionType):
-                    todo += [*(one.__closure__ or ()), *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
-                elif isinstance(one, _KEEPERS):
-                    todo += gc.get_referents(one)
+                seen[id(current)] = current
+                if id(current) in wanted:
+                    found[wanted[id(current)]] = join(path, name)
+                elif isinstance(current, types.FunctionType):
+                    todo += [
+                        *(current.__closure__ or ()),
+                        *(current.__defaults__ or ()),
+                        *(current.__kwdefaults__ or {}).values(),
+                    ]
+                elif isinstance(current, _KEEPERS):
+                    todo += gc.get_referents(current)
     return found
 
 
 _MODULES_OWN = frozenset(vars(nn.Module()))
+"""The attributes that every module has, such as the dictionary of its children."""
 _KEEPERS = (list, tuple, set, dict, functools.partial, types.MethodType, types.CellType)
+"""Types of objects whose references are followed."""
 
 
 def replace(
     model: nn.Module, places: Iterable[tuple[str, nn.Module]], made: Mapping[nn.Module, nn.Module], edits: Edits
 ) -> list[Row]:
     """Puts new norms into the places of old ones. `places`: (name, old norm); `made`: old norm → new norm. Returns rows
-    of the table for the fast paths that this switches off."""
+    of the table for the fused evaluations (fast paths) that this switches off."""
     for old in dict.fromkeys(old for _, old in places):
         edits.succeed(old, made[old])
     for name, old in places:
@@ -279,7 +286,8 @@ def replace(
 
 
 def unweighted(model: nn.Module, name: str, norm: nn.Module, known: RecognisedNorm) -> nn.Module:
-    """Returns a norm that computes the x̂ of a norm of the model: one of the same kind, without γ and β."""
+    """Returns a norm that computes the x̂ of a norm of the model: one of the same kind, without γ and β. `name`: the
+    norm's path; `known`: what it computes."""
     target = _target(known.computes)
     return _twin(name, norm, known, target, "match", _nearest(model, name), {"elementwise_affine": False}).norm
 
@@ -292,7 +300,7 @@ class _Target(NamedTuple):
 
     title: str
     computes: str | None
-    """Its name in the table. None: it is of the user's own class."""
+    """The norm's name in `normformer_rs.tables()`. None: it is of the user's own class."""
     make: Callable[..., Any]
     """The function (width, options…) → norm."""
 
@@ -310,11 +318,11 @@ class _Target(NamedTuple):
     def norm(self, width: int, like: Tensor, wanted: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
         """Returns a new norm with the caller's `options`, and with those settings in `wanted` that its constructor has.
         `like`: a tensor with the device and dtype for the norm. Errors: InputError for an unknown option."""
-        taken = _options(self.make)
+        accepted = _options(self.make)
         for option in options:
-            if taken is not None and option not in taken:
-                raise InputError(unknown(f"option of {self.title}", option, taken))
-        settings = {name: value for name, value in wanted.items() if taken and name in taken} | {**options}
+            if accepted is not None and option not in accepted:
+                raise InputError(unknown(f"option of {self.title}", option, accepted))
+        settings = {name: value for name, value in wanted.items() if accepted and name in accepted} | {**options}
         with like.device:
             made = self.make(width, **settings) if self.computes else self._make_foreign(width, settings)
         return made if "dtype" in settings else made.to(like.dtype)
@@ -358,8 +366,8 @@ def _target(to: str | Callable[..., nn.Module]) -> _Target:
 
 
 def _options(make: Callable[..., Any]) -> list[str] | None:
-    """Returns the names of a constructor's options, without the width. If it has **options, those of its base class are
-    included. None: it accepts any option."""
+    """Returns the names of the options of a class's constructor or of a function, without the width. If a constructor
+    has **options, those of its base class are included. None: any option is accepted."""
     names: list[str] = []
     parents = make.__mro__[: make.__mro__.index(nn.Module)] if isinstance(make, type) else [make]
     for parent in parents:
@@ -382,8 +390,8 @@ class _NewNorm(NamedTuple):
 
 
 def _nearest(model: nn.Module, name: str) -> Tensor:
-    """Returns a tensor with a norm's device and dtype: one of the norm, or of the smallest module around it that has a
-    floating-point tensor."""
+    """Returns a tensor with a norm's device and dtype: a tensor of the norm called `name`, or of the smallest module
+    around it that has a floating-point tensor."""
     while True:
         module = model.get_submodule(name)
         for tensor in (*module.parameters(), *module.buffers()):
@@ -395,10 +403,12 @@ def _nearest(model: nn.Module, name: str) -> Tensor:
 
 
 def _share(old: nn.Module, made: _NewNorm, shared: dict[tuple[nn.Parameter, str, torch.Size], nn.Parameter]) -> None:
-    """Makes new norms share a parameter if the old norms shared one. `shared`: the new parameters so far."""
-    for leaf, new in made.counterparts.items():
-        parameter = getattr(made.norm, new)
-        setattr(made.norm, new, shared.setdefault((getattr(old, leaf), new, parameter.shape), parameter))
+    """Makes new norms share a parameter if the old norms shared one. `shared`: the new parameters so far, by (old
+    parameter, name of the new one, its shape)."""
+    for leaf, new_leaf in made.counterparts.items():
+        parameter = getattr(made.norm, new_leaf)
+        key = getattr(old, leaf), new_leaf, parameter.shape
+        setattr(made.norm, new_leaf, shared.setdefault(key, parameter))
 
 
 def _twin(
@@ -411,13 +421,14 @@ def _twin(
     options: Mapping[str, Any],
 ) -> _NewNorm:
     """Returns the new norm that replaces `old` at `path`, on the device and with the dtype of `like`. `known`: the norm
-    that `old` computes. Errors: InputError if the new norm has another width."""
+    that `old` computes; `init`: "match" to take over the learned values, or "default"; `options`: the caller's. Errors:
+    InputError if the new norm has another width."""
     has_bias = known.bias is not None or known.computes != "layernorm"  # in a layernorm alone, its absence is a choice
     wanted: dict[str, Any] = {"device": like.device, "dtype": like.dtype, "bias": has_bias}
     if known.gain is None and known.bias is None:
         wanted["elementwise_affine"] = False
     computes = target.computes
-    if computes is None:
+    if computes is None:  # the user's own class: a trial norm shows what it computes
         computes = getattr(read_norm(target.norm(known.width, like, wanted, options)), "computes", None)
     takes_eps = target.title not in FAMILIES or FAMILIES[target.title].settings["eps_place"] == "inside"
     if takes_eps and (
@@ -441,14 +452,13 @@ def _twin(
             f"{target.title}({known.width}) makes a norm of width {new_known.width}, and {path} has width {known.width}"
         )
     names = (known.gain, known.bias) if new_known is None else (new_known.gain, new_known.bias)
-    pairs = {
+    pairs = {  # name of an old parameter → name of the new one in its place
         old_name: new_name
         for old_name, new_name in zip((known.gain, known.bias), names)
         if old_name and new_name and new_name in parameters
     }
-    notes = [
-        f"{what} dropped" for what, name in (("gain", known.gain), ("bias", known.bias)) if name and name not in pairs
-    ]
+    learned_names = (("gain", known.gain), ("bias", known.bias))
+    notes = [f"{what} dropped" for what, name in learned_names if name and name not in pairs]
     if new_known is None:
         notes.append(f"{type(new).__name__} is no known norm: its own first values")
     elif init == "match" and isinstance(old, nfnn.RepBN) and isinstance(new, nfnn.RepBN):
@@ -456,6 +466,7 @@ def _twin(
         _match_blended(old, new)
         notes = ["the same in evaluation"]
     elif init == "match":
+        # in training, a PRepBN fades from a norm of rows to a RepBN, beginning after `warm` updates
         if isinstance(old, nfnn.PRepBN) and not old.t.is_meta and int(old.t) > old.warm + 1:
             raise InputError(
                 f"{path} is a PRepBN that has begun to fade, and {target.title} cannot take its values over: swap it "
@@ -496,12 +507,13 @@ def _match(old: Any, known: RecognisedNorm, new: Any, new_known: RecognisedNorm)
         return []
     old_gain, new_gain = getattr(old, known.gain).detach(), getattr(new, new_known.gain)
     if not (old_gain.is_meta or new_gain.is_meta):
-        relative = known.factor * (known.offset + old_gain.to("cpu", torch.float64))
-        if new_gain.numel() == 1 and relative.numel() > 1:  # outputs keep their length on average
-            relative = relative.square().mean().sqrt()
-        new_gain.copy_((relative / new_known.factor - new_known.offset).broadcast_to(new_gain.shape))
+        # the factor of x̂ that both norms must have: factor·(offset + gain)
+        multiplier = known.factor * (known.offset + old_gain.to("cpu", torch.float64))
+        if new_gain.numel() == 1 and multiplier.numel() > 1:  # outputs keep their length on average
+            multiplier = multiplier.square().mean().sqrt()
+        new_gain.copy_((multiplier / new_known.factor - new_known.offset).broadcast_to(new_gain.shape))
         is_same_form = known.offset == new_known.offset != 0 and known.factor == new_known.factor
-        if is_same_form and old_gain.shape == new_gain.shape:  # copied without a rounding of offset + gain
+        if is_same_form and old_gain.shape == new_gain.shape:  # a plain copy avoids the rounding of offset + gain
             new_gain.copy_(old_gain)
     # new gain = times·(plus + old gain)
     times, plus = known.factor / new_known.factor, known.offset - new_known.offset * new_known.factor / known.factor
@@ -527,8 +539,8 @@ def _exchanged(model: nn.Module, places: list[tuple[str, nn.Module]], made: Mapp
 
 
 def _exchange(name: str, old: nn.Module, made: _NewNorm) -> Exchange:
-    """Returns the exchange of one norm's parameters. New parameters without a counterpart count as replacements of the
-    first old one."""
+    """Returns the exchange of one norm's parameters: each old one → the (path, parameter) pairs that replace it. New
+    parameters without a counterpart count as replacements of the first old one. `name`: the norm's path."""
     olds, news = dict(old.named_parameters(recurse=False)), dict(made.norm.named_parameters(recurse=False))
     counterparts = made.counterparts
     exchange = {
@@ -542,7 +554,8 @@ def _exchange(name: str, old: nn.Module, made: _NewNorm) -> Exchange:
 
 
 def _switch_off_fast_paths(model: nn.Module, new: set[nn.Module], edits: Edits) -> list[Row]:
-    """Switches off torch.nn's fused encoder evaluation, which would compute LayerNorm with any new norm's weights."""
+    """Switches off torch.nn's fused encoder evaluation, which would compute LayerNorm with any new norm's weights.
+    `new`: the new norms. Returns rows of the table."""
     rows, changed = [], set()
     for name, module in model.named_modules():
         if isinstance(module, nn.TransformerEncoderLayer) and new & {*module.children()}:

@@ -136,10 +136,11 @@ def _swap(
     is_init_given = init != UNSAID
     init = init if is_init_given else "scheme"
     stacks = find_stacks(model, example)
-    plans = [(g, place) for g, place in _plans(stacks.groups, to, depth, init, options) if not _has(g, place)]
+    all_plans = _plans(stacks.groups, to, depth, init, options)
+    plans = [(group, place) for group, place in all_plans if not _has(group, place)]
     runs = stacks.run is not None and plans and not any(p.is_meta for p in model.parameters())
     look = functools.partial(observe, model, stacks.run, [group for group, _ in plans])
-    # what the model returns before the swap, for the proof and for `_try`
+    # the model's results before the swap, with which the proof and `_try` compare later ones
     seen = in_both_modes(look) if runs else {}
     plans = _proven(model, stacks, plans, look, seen)
     for group, place in plans:
@@ -152,23 +153,25 @@ def _swap(
             f"{edits.title} would draw first values for linear layers of {type(model).__name__} that look trained "
             f'({learned}): give init=None to keep their weights, or init="scheme" to draw them'
         )
-    # from here on the model changes
+    # the model changes only from here on
     title, before = edits.title, dict(model.named_parameters())
-    rows, existing = [], {*model.modules(), *before.values()}
-    # new norms get the options of the block's first one, which the conversion may remove
+    rows, existing = [], {*model.modules(), *before.values()}  # `existing`: modules and parameters before the swap
+    # new norms get the options of the block's first one, which must be found before the conversion may remove it
     likes = [_first_norm(group) for group, _ in plans]
     for (group, place), like in zip(plans, likes):
         old = [type(block).__name__ for block in group.blocks]
         convert = _convert_torchs if isinstance(group.blocks[0], tuple(TORCHS)) else _convert_foreign
-        notes = convert(group, place, edits, init is None)
+        keeps_weights = init is None
+        notes = convert(group, place, edits, keeps_weights)
         if like is not None:
             _take_over_options(group.holder, existing, like)
         mark_new(group.holder, existing, group.blocks[0], None if like is None else next(like.parameters(), None))
         for i, block in enumerate(group.blocks):
             drawn_note = f"init {place.declared.init}, {count_weights(block)} weights drawn"
             note = "weights kept" if init is None else drawn_note
-            if init is not None and (stay := _unreached(group, i)):
-                note += f", not {', '.join(stay[:3])}{', …' * (len(stay) > 3)}"
+            if init is not None and (unreached_names := _unreached(group, i)):
+                more = ", …" if len(unreached_names) > 3 else ""
+                note += f", not {', '.join(unreached_names[:3])}{more}"
             note += "" if place.declared.has_biases else ", biases held at zero"
             parts = [] if type(block) in TORCHS else parts_of(block)
             removed = [f"the branch's factor {part.beta:g}" for part in parts if part.beta != 1.0]
@@ -183,12 +186,12 @@ def _swap(
         rows += notes
     gone = {module for module in existing if isinstance(module, nn.Module)} - {*model.modules()}
     _try(model, look, seen if plans else {}, to, gone)
-    # draw first values, and give the optimizer the new parameters
+    # re-initialise the linear layers, and give the optimizer the new parameters
     drawn: list[nn.Parameter] = []
     for group, place in plans if init is not None else ():
         drawn += initialise(group, place, edits)
         for layer in group.blocks:
-            if isinstance(layer, Layer):  # a later reset draws the scheme's values, too
+            if isinstance(layer, Layer):  # a later `reset_parameters` then draws the scheme's initial values, too
                 layer.keeps_torchs_values = False
     drawn += [p for group, place in plans if not place.declared.has_biases for p in silence_biases(group, edits)]
     _repoint(optimizer, [group for group, _ in plans], before, dict(model.named_parameters()), drawn)(edits)
@@ -196,7 +199,7 @@ def _swap(
         how = {"swap_residuals": _plain(to, plans[0][1]), "depth": depth, **options}
         mark(model, "residual", str(to), edits, how)
     edits.done()
-    # list what stays, and warn
+    # add rows for the lists of blocks that stay as they are, and warn of them
     for path, why in stacks.unknown.items() if plans else ():
         stays = model.get_submodule(path)
         kind = type(next(stays.children()) if isinstance(stays, LISTS) else stays)
@@ -226,8 +229,9 @@ def _swap(
 def _plans(
     groups: list[Group], to: Any, depth: int | tuple[int, int] | None, init: str | None, options: Mapping[str, Any]
 ) -> list[tuple[Group, Place]]:
-    """Returns each group of blocks with the place of its first block: the configuration with the model's depths, and
-    whether the stack is an encoder or a decoder. Errors: InputError if `depth` does not fit the model."""
+    """Returns each group of blocks with the place of its first block. A place holds the configuration with the scheme
+    `to` and the model's depths, and whether the stack is an encoder or a decoder. Errors: InputError if `depth` does
+    not fit the model."""
     decoders = [group for group in groups if group.has_memory]
     encoders = [group for group in groups if not group.has_memory]
     plans = []
@@ -251,7 +255,7 @@ def _plans(
             shape["init"] = init
         place = Place(
             configure(options, residual=to, **shape),
-            "encoder" if decoders and not group.has_memory else "decoder",
+            "encoder" if decoders and not group.has_memory else "decoder",  # without cross-attention: decoder-only
             kinds=_kinds(group),
         )
         if place.depth < len(group.blocks):
@@ -287,14 +291,15 @@ def _refuse_options(options: Mapping[str, Any]) -> None:
 
 
 _USUAL = (("self-attention", "feed-forward"), ("self-attention", "cross-attention", "feed-forward"))
+"""The kinds of the sublayers in a Transformer's encoder layer and decoder layer."""
 
 
 def _kinds(group: Group) -> tuple[str, ...] | None:
     """Returns the kinds of the sublayers in the group's blocks. None: they are a Transformer's usual ones. A sublayer
     that is attention in some blocks and something else in others counts as attention."""
-    of_blocks = [[part.kind for part in parts_of(block)] for block in group.blocks]
+    kinds_of_blocks = [[part.kind for part in parts_of(block)] for block in group.blocks]
     by_priority = ["cross-attention", "self-attention", "feed-forward"]
-    kinds = tuple(min(kinds_at_place, key=by_priority.index) for kinds_at_place in zip(*of_blocks))
+    kinds = tuple(min(kinds_at_place, key=by_priority.index) for kinds_at_place in zip(*kinds_of_blocks))
     return None if kinds in _USUAL else kinds
 
 
@@ -305,15 +310,15 @@ def _has(group: Group, place: Place) -> bool:
 
 
 def _unreached(group: Group, i: int) -> list[str]:
-    """Returns the names of block i's matrices that are not re-initialised. For a loop, its first layer gets the names
-    of the whole loop, the others none."""
+    """Returns the names of block i's matrices that re-initialisation leaves as they are. If the blocks are views of a
+    loop (`loops.py`), the first one gets the names of the whole loop, and the others get none."""
     if group.loop is None:
         return unreached(group.blocks[i])
     return [] if i else unreached(group.loop, group.blocks)
 
 
 def _first_norm(group: Group) -> nn.Module | None:
-    """Returns the first norm of the first block."""
+    """Returns the first norm of the group's first block. None: the block has no norm."""
     paths = [part.norm for part in parts_of(group.blocks[0]) if part.norm is not None]
     return group.blocks[0].get_submodule(paths[0]) if paths else None
 
@@ -331,15 +336,16 @@ def _take_over_options(stack: nn.Module, existing: set[Any], like: nn.Module) ->
         (p, name, child) for p in stack.modules() for name, child in p._modules.items() if type(child) is type(like)
     ]
     for parent, name, norm in alike:
+        # only norms that the scheme has added, and that differ from `like`, are replaced
         if norm in existing or norm is None or (options := options_of(like)) == options_of(norm):
             continue
-        first = next(norm.parameters())
+        first = next(norm.parameters())  # for its device and dtype
         size = getattr(norm, "normalized_shape", None) or norm.num_features
         new: Any = type(norm)(size, **options, device=first.device, dtype=first.dtype)
         for leaf, parameter in norm._parameters.items():
             if parameter is None:  # the scheme's norm has no such parameter
                 new.register_parameter(leaf, None)
-        if hasattr(norm, "first_scale"):  # the scheme scales the first values of its gain
+        if hasattr(norm, "first_scale"):  # the scheme scales the initial values of the norm's gain
             new.first_scale = norm.first_scale
             new.reset_parameters()
         setattr(parent, name, new.train(norm.training))
@@ -354,16 +360,17 @@ def _proven(
     model: nn.Module, stacks: Stacks, plans: list[tuple[Group, Place]], look: Look, seen: Mapping[bool, Observed]
 ) -> list[tuple[Group, Place]]:
     """Returns the plans whose blocks pass the proof: a swap to the scheme that they already have must not change the
-    model's results. Groups that fail are added to `stacks.unknown`. `seen`: the model's results before the swap, for
-    training mode (True) and evaluation mode (False)."""
+    model's results. Groups that fail are added to `stacks.unknown`. `look`: runs the model; `seen`: the model's results
+    before the swap, for training mode (True) and evaluation mode (False)."""
     foreign = [group for group, _ in plans if _is_foreign(group) and structure_of(group.blocks[0]).is_found]
     if not foreign or not seen or any(place_of(group.blocks[0]) is not None for group in foreign):
         return plans
     is_wide = any(StackResidual.carries_more(place) for _, place in plans)
 
     def swap(groups: list[Group], to: Any, edits: Edits) -> None:
+        """Gives each group the scheme `to(group)`."""
         for group in groups:
-            ((_, place),) = _plans([group], to(group), None, None, {})
+            ((_, place),) = _plans([group], to(group), depth=None, init=None, options={})
             _convert_foreign(group, place, edits, keeps=True)
 
     for path, fault in prove(model, foreign, swap, is_wide, look, seen).items():
@@ -376,15 +383,15 @@ def _proven(
 
 
 def _try(model: nn.Module, look: Look, seen: Mapping[bool, Observed], to: Any, gone: set[nn.Module]) -> None:
-    """Runs the swapped model in both modes. Errors: InputError if it fails although the model ran before the swap, or
-    if it calls one of the modules `gone`, which the swap has removed. Schemes that act inside sublayers fail if the
-    layers there do not have the roles that were found."""
+    """Runs the swapped model in the modes of `seen`, the results before the swap (True: training mode). Schemes that
+    act inside sublayers fail if the layers there do not have the roles that were found. `gone`: the modules that the
+    swap has removed. Errors: InputError if the model fails but ran before the swap, or if it calls one of `gone`."""
     for training, old in seen.items():
         called: list[nn.Module] = []
 
-        def note(one: nn.Module, _: Any, to: list[nn.Module] = called) -> None:
-            if one in gone:  # a norm shares its hooks with the identity that replaces it
-                to.append(one)
+        def note(module: nn.Module, _: Any, called: list[nn.Module] = called) -> None:
+            if module in gone:  # a removed norm shares its hooks with its replacement, for which `note` runs, too
+                called.append(module)
 
         hooks = [module.register_forward_pre_hook(note) for module in gone]
         try:
@@ -416,11 +423,12 @@ _OURS = {
     nn.TransformerEncoderLayer: nfnn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer: nfnn.TransformerDecoderLayer,
 }
+"""The class of this package for each of torch.nn's layers."""
 
 
 def _convert_torchs(group: Group, place: Place, edits: Edits, _: bool) -> list[Row]:
     """Turns torch.nn's layers, and their stack if there is one, into this package's. Their children keep their names.
-    Returns rows of the table about the last norm."""
+    Returns rows of the table about the last norm. The last argument is unused; `_convert_foreign` has the same four."""
     notes, holder = [], group.holder
     in_stack = type(holder) in TORCH_STACKS
     for i, layer in enumerate(group.blocks):
@@ -450,8 +458,8 @@ def _convert_torchs(group: Group, place: Place, edits: Edits, _: bool) -> list[R
 def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> list[Row]:
     """Turns blocks into subclasses that run on a residual stream or call the scheme's steps. Each block gets an
     attribute `residual` with its modules of the scheme, and the module that has the list gets `stack_residual`.
-    `keeps`: the blocks keep their weights, so LayerScale vectors are copied into the scheme's β. Returns rows about the
-    last norm."""
+    `keeps`: the blocks keep their weights, so LayerScale vectors are copied into the scheme's β. Returns rows of the
+    table about the last norm."""
     notes: list[Row] = []
     holder = None if isinstance(group.holder, LISTS) else group.holder
     has_end = any(change.kind == "norm" for change in place.declared.end)
@@ -492,7 +500,7 @@ def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> l
             if any(child is norm for child in module.children()):
                 edits.remember(module)
         _put_everywhere(edits.model, norm, identity)
-    if group.end is not None and holder is not None and group.loop is None:  # the case that has set `calls`
+    if group.end is not None and holder is not None and group.loop is None:  # only then was `calls` set above
         edits.afterwards(group.end.norm.register_forward_pre_hook(calls.before_norm).remove)
     return notes
 
@@ -501,11 +509,11 @@ def _is_prenorm(group: Group) -> bool:
     """Returns whether a run found that the blocks compute x + F(N(x)) and nothing else."""
     structures = [structure_of(block) for block in group.blocks]
     return all(
-        found.is_found
-        and part.norms() == [part.before, *part.twins]
-        and (part.alpha, part.beta, part.scales) == (1, 1, ())
-        for found in structures
-        for part in found.parts
+        structure.is_found
+        and part.norms() == [part.before, *part.twins]  # no norm stands after a sublayer or on a branch
+        and (part.alpha, part.beta, part.scales) == (1, 1, ())  # no factors on x or F(N(x))
+        for structure in structures
+        for part in structure.parts
     )
 
 
@@ -518,7 +526,9 @@ def _name(holder: nn.Module, group: Group) -> str:
 
 
 def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) -> None:
-    """Turns a block into a subclass with the scheme. `own`: the subclass that `register_block` has for it, or None."""
+    """Turns a block into a subclass that computes the scheme, with the attribute `residual`. `own`: the subclass that
+    `register_block` has for the block, or None."""
+    # children of a registered block that make some of its additions: path → converted class
     sites = own.sites(block) if hasattr(own, "sites") else {}
     for path in {"", *sites}:
         edits.remember(block.get_submodule(path))
@@ -526,7 +536,7 @@ def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) 
     for path, kind in sites.items():
         site = block.get_submodule(path)
         reclass(site, kind)
-        site.__dict__["block_of"] = (block,)
+        site.__dict__["block_of"] = (block,)  # a tuple, so that torch does not register the block as a child
     _exchange_parts(block, residual, own, edits)
     setattr(block, _free_name(block), residual)
     for handle in residual.follow_calls():
@@ -546,7 +556,8 @@ def _convert_loop(
     loop: Any = group.loop
     edits.remember(loop)
     for view, residual in zip(group.blocks, residuals):
-        view.__dict__["residual"] = residual  # not as a submodule of the view
+        # written past nn.Module's __setattr__, so that it is no child of the module that the view shares children with
+        view.__dict__["residual"] = residual
         _exchange_parts(loop, residual, own=None, edits=edits)
     end = ""
     if has_end and group.end is not None:
@@ -572,7 +583,7 @@ def _exchange_parts(block: nn.Module, residual: BlockResidual, own: Any, edits: 
     names = [name for name, module in block.named_modules(remove_duplicate=False) if module in moved]
     for parent in {parent_of(path) for path in (*names, *scales)}:
         edits.remember(block.get_submodule(parent))
-    for name, path in residual.moved.items():
+    for name, path in residual.moved.items():  # norms of branches: name in the scheme → path in the block
         residual.add_module(name, block.get_submodule(path))
     for path in dict.fromkeys(norms):
         norm = block.get_submodule(path)
@@ -589,8 +600,9 @@ def _exchange_parts(block: nn.Module, residual: BlockResidual, own: Any, edits: 
         if drop is not None and _is_module(block, drop) and (own is None or part.moves is not None):
             residual.add_module(f"dropout{i + 1}", block.get_submodule(drop))
         if part.drop_path is not None:
-            drops = [residual._modules.get(f"dropout{i + 1}"), block.get_submodule(part.drop_path)]
-            residual.add_module(f"dropout{i + 1}", nn.Sequential(*(one for one in drops if one is not None)))
+            dropouts_in_order = [residual._modules.get(f"dropout{i + 1}"), block.get_submodule(part.drop_path)]
+            joined = nn.Sequential(*(module for module in dropouts_in_order if module is not None))
+            residual.add_module(f"dropout{i + 1}", joined)
     moves = [part.moves for part in parts if part.moves is not None]
     # a registered block keeps its own dropouts in place, except those that move
     for path in [*dropouts, *paths] if own is None else moves:
@@ -616,7 +628,7 @@ def _identity_for(norm: nn.Module, reads: bool) -> nn.Identity:
 
 
 def _is_module(block: nn.Module, path: str) -> bool:
-    """Returns whether there is a module at a path of the block."""
+    """Returns whether there is a module at a path of the block. A dropout may also be a rate, a plain number."""
     return has(block, path) and isinstance(at(block, path), nn.Module)
 
 
@@ -636,7 +648,8 @@ def _repoint(
 ) -> Repoint:
     """Returns the exchange that removes old parameters from the optimizer, and adds each new one to the group of an old
     one. A vector joins the group of a vector, since groups of norms, gains and biases often have no weight
-    decay. Among the candidates, the nearest by path is chosen."""
+    decay. Among the candidates, the nearest by path is chosen. `before`, `after`: the model's parameters by name before
+    and after the swap; `drawn`: those that were re-initialised."""
     known, kept = {*before.values()}, {*after.values()}
     # old parameter → the (name, parameter) pairs in its place: itself, if it stays, and the new ones that join it
     exchange: Exchange = {p: [] for p in known - kept}
@@ -651,7 +664,7 @@ def _repoint(
     return Repoint(optimizer, exchange, names, drawn)
 
 
-def _common(one: str, other: str) -> int:
+def _common(path: str, other_path: str) -> int:
     """Returns how many names two paths have in common at their beginning."""
-    a, b = one.split("."), other.split(".")
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    names, others = path.split("."), other_path.split(".")
+    return next((i for i, (x, y) in enumerate(zip(names, others)) if x != y), min(len(names), len(others)))

@@ -23,12 +23,14 @@ _ON_A_BRANCH |= {"sum", "index_add", "index_add_", "scatter_add", "scatter_add_"
 _ON_A_BRANCH |= {"cat", "concat", "stack", "split", "chunk", "unbind", "expand", "roll", "flip", "pad", "masked_fill"}
 """Names of operations that may come between a branch's last matrix and the addition to the stream."""
 _READS_ROWS = frozenset({"norm", "linear", "dropout", "drop_path", "scale"}) | ADDITIONS | TIMES
+"""If only these operations and convolutions read the stream, it is known which of its dimensions is the width."""
 _NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm", "normalize"})
 _ELEMENTWISE = frozenset({"pow", "__pow__", "square", "sub", "__sub__", "rsub", "abs"}) | UNCHANGED | ADDITIONS | TIMES
 _STATISTICS = frozenset({"mean", "sum", "var", "std", "norm", "vector_norm", "linalg_vector_norm", "var_mean"})
 _ROOTS = frozenset(
     {"rsqrt", "sqrt", "sqrt_", "rsqrt_", "reciprocal", "std", "norm", "vector_norm", "linalg_vector_norm"}
 )
+"""Operations that give a row's length, or the inverse of it, from the row or from its statistics."""
 
 
 class Unaccounted(Exception):
@@ -49,6 +51,17 @@ class Step(NamedTuple):
     @property
     def is_norm(self) -> bool:
         return self.node.what == "norm"
+
+
+class _Reached(NamedTuple):
+    """A branch, followed backwards from its result to the stream."""
+
+    read: set[Key]
+    """The tensors of the stream that the branch reads."""
+    nodes: list[Node]
+    """The branch's operations, in the order of the run."""
+    outside: set[Key]
+    """The tensors from outside the block that the branch reads."""
 
 
 class Structure(NamedTuple):
@@ -84,32 +97,38 @@ class Structure(NamedTuple):
     loop: tuple[int, ...] = ()
     """If the block is one layer of a loop (loops.py): the `writes` of the whole loop. Else empty."""
     twin: str | None = None
-    """Another argument that is the block's input, too."""
+    """The name of another argument that also receives the block's input. None: there is none."""
     second: str | None = None
-    """The argument that is a second stream, to which the block also adds branches, as MMDiT's text. A scheme leaves it
-    as it is."""
+    """The name of the argument that is a second stream, to which the block also adds branches, as MMDiT's text. A
+    scheme leaves that stream as it is. None: there is none."""
     elsewhere: frozenset[str] = frozenset()
     """Paths of the block's norms that also norm a tensor outside the stream and its branches, such as the global tokens
     of Pegasus-X."""
 
 
-def norm_after(found: Record, block: nn.Module) -> nn.Module | None:
+def norm_after(run_record: Record, block: nn.Module) -> nn.Module | None:
     """Returns the norm that reads the output of a block's last call. A norm inside a block does not count, unless that
     block contains this one. None: there is no such norm."""
-    enclosing = {other for other in found.blocks if other is not block and any(m is block for m in other.modules())}
-    inside = {part for other in found.blocks - enclosing for part in other.modules()}
-    return next((norm for norm in _norms_that_read(found, found.calls[block][-1]) if norm not in inside), None)
+    enclosing = {
+        other for other in run_record.blocks if other is not block and any(m is block for m in other.modules())
+    }
+    inside = {part for other in run_record.blocks - enclosing for part in other.modules()}
+    return next(
+        (norm for norm in _norms_that_read(run_record, run_record.calls[block][-1]) if norm not in inside), None
+    )
 
 
-def reads(norm: nn.Module, found: Record, block: nn.Module) -> bool:
-    """Returns whether the norm reads an output of the block."""
-    return any(norm is one for call in found.calls.get(block, ()) for one in _norms_that_read(found, call))
+def reads(norm: nn.Module, run_record: Record, block: nn.Module) -> bool:
+    """Returns whether the norm reads the output of any call of the block in the recorded run."""
+    return any(
+        norm is reader for call in run_record.calls.get(block, ()) for reader in _norms_that_read(run_record, call)
+    )
 
 
-def _norms_that_read(found: Record, call: Call) -> Iterator[nn.Module]:
+def _norms_that_read(run_record: Record, call: Call) -> Iterator[nn.Module]:
     """Yields the norms that read a call's output, directly or after operations that only move or cast it."""
     seen = {call.y}
-    for node in found.nodes[call.last :]:
+    for node in run_record.nodes[call.last :]:
         if node.inputs and node.inputs[0] in seen:
             if node.what == "norm" and node.module is not None:
                 yield node.module
@@ -117,23 +136,24 @@ def _norms_that_read(found: Record, call: Call) -> Iterator[nn.Module]:
                 seen |= {*node.outputs}
 
 
-def calls_of(block: nn.Module, found: Record) -> list[Call]:
+def calls_of(block: nn.Module, run_record: Record) -> list[Call]:
     """Returns the recorded calls of a block. Errors: NotResidual if there are none."""
-    if block not in found.calls:
+    if block not in run_record.calls:
         raise NotResidual("the run did not call it with a tensor")
-    return found.calls[block]
+    return run_record.calls[block]
 
 
-def structure(block: nn.Module, found: Record, roles: Roles) -> Structure:
-    """Returns the structure of a block from its recorded calls. Errors: Unaccounted."""
-    calls = calls_of(block, found)
-    structures = [_Reader(block, found, call, roles).structure() for call in calls]
-    if any(one.parts != structures[0].parts for one in structures):
+def structure(block: nn.Module, run_record: Record, roles: Roles) -> Structure:
+    """Returns the structure of a block from its recorded calls. `roles`: what the model's matrices compute. Errors:
+    Unaccounted."""
+    calls = calls_of(block, run_record)
+    structures = [_Reader(block, run_record, call, roles).structure() for call in calls]
+    if any(other.parts != structures[0].parts for other in structures):
         raise Unaccounted(f"its {len(calls)} calls in one pass compute different things")
-    lengths = [1]  # of the passes, in calls
+    lengths = [1]  # the number of calls in each pass
     for before, after in itertools.pairwise(calls):
         # a call begins another pass if its input is not computed from the preceding call's output
-        if found.derives(after.x, before.y):
+        if run_record.derives(after.x, before.y):
             lengths[-1] += 1
         else:
             lengths.append(1)
@@ -142,24 +162,23 @@ def structure(block: nn.Module, found: Record, roles: Roles) -> Structure:
     return structures[0]._replace(calls=lengths[0], passes=len(lengths))
 
 
-def writers(block: nn.Module, found: Record) -> Iterator[tuple[Owner, set[Owner]]]:
+def writers(block: nn.Module, run_record: Record) -> Iterator[tuple[Owner, set[Owner]]]:
     """Yields the last matrix of each branch of a block, together with all matrices of that branch."""
-    for call in found.calls.get(block, []):
-        reader = _Reader(block, found, call, Roles({}))
+    for call in run_record.calls.get(block, []):
+        reader = _Reader(block, run_record, call, Roles({}))
         with contextlib.suppress(Unaccounted):  # `structure` raises the same error for this block later
             branches = [step.branch for step in reader.steps() if step.branch is not None]
             for branch in branches:
-                _, nodes, _ = reader.reach(branch)
-                own = {owner for _, owner in reader.matrices(nodes)}
+                own = {owner for _, owner in reader.matrices(reader.reach(branch).nodes)}
                 yield from ((last, own) for last in reader.last(branch))
 
 
 class _Reader:
     """Reads a block's structure from one of its recorded calls."""
 
-    def __init__(self, block: nn.Module, found: Record, call: Call, roles: Roles) -> None:
+    def __init__(self, block: nn.Module, run_record: Record, call: Call, roles: Roles) -> None:
         self.block, self.call, self.roles = block, call, roles
-        self.record, self.nodes, self.made = found, found.nodes, found.made
+        self.record, self.nodes, self.made = run_record, run_record.nodes, run_record.made
         self.paths: dict[nn.Module | None, str] = {module: name for name, module in block.named_modules()}
         self.walked: dict[Key, list[Step] | None] = {}
         """Cached results of `walk`."""
@@ -169,25 +188,25 @@ class _Reader:
         self.normed: set[Key] = set()
         """The outputs of the norms through which the sublayers so far read the stream."""
 
-    def node(self, at: Key) -> Node | None:
+    def node(self, tensor: Key) -> Node | None:
         """Returns the operation of this call that made a tensor. None if the tensor was made outside the call."""
-        number = self.made.get(at)
+        number = self.made.get(tensor)
         inside = number is not None and self.call.first <= number < self.call.last
         return self.nodes[number] if inside and number is not None else None
 
-    def walk(self, at: Key) -> list[Step] | None:
+    def walk(self, tensor: Key) -> list[Step] | None:
         """Returns the steps from the block's input to this tensor. None: the tensor is not on the stream."""
-        if at == self.call.x:
+        if tensor == self.call.x:
             return []
-        if at not in self.walked:
-            self.walked[at] = None  # so that the recursion in `_walk` ends if it meets this tensor again
-            self.walked[at] = self._walk(at)
-        return self.walked[at]
+        if tensor not in self.walked:
+            self.walked[tensor] = None  # so that the recursion in `_walk` ends if it meets this tensor again
+            self.walked[tensor] = self._walk(tensor)
+        return self.walked[tensor]
 
-    def _walk(self, at: Key) -> list[Step] | None:
+    def _walk(self, tensor: Key) -> list[Step] | None:
         """Computes `walk`'s result. If both operands of an addition are on the stream, the one with fewer steps counts
         as the stream and the other as the branch."""
-        node = self.node(at)
+        node = self.node(tensor)
         if node is None:
             return None
         if node.what == "norm" or self._is_same(node):
@@ -195,7 +214,7 @@ class _Reader:
             if before is None or node.what != "norm":  # a cast or reshape is no step of its own
                 return before
             return [*before, Step(node, None)]
-        if node.factor is not None:
+        if node.factor is not None:  # a multiplication by a number
             before = self.walk(node.inputs[0])
             return None if before is None else [*before, Step(node, None)]
         if node.what in ADDITIONS and len(node.inputs) == 2 and node.shapes[0] == node.shapes[1]:
@@ -271,21 +290,22 @@ class _Reader:
         """Returns the name of an argument beside the input to which the block adds branches of its own. None: there is
         none."""
         branches = [step.branch for step in steps if step.branch is not None]
-        own = {out for branch in branches for node in self.reach(branch)[1] for out in node.outputs}
-        own |= {step.node.outputs[0] for step in steps}
+        # the outputs of the branches of the main stream, and that stream itself
+        main_outputs = {out for branch in branches for node in self.reach(branch).nodes for out in node.outputs}
+        main_outputs |= {step.node.outputs[0] for step in steps}
         for node in self.nodes[self.call.first : self.call.last]:
             is_sum = node.what in ADDITIONS and len(node.inputs) == 2 and node.shapes[0] == node.shapes[1]
-            if not is_sum or node.outputs[0] in own:
+            if not is_sum or node.outputs[0] in main_outputs:
                 continue
-            for at, branch in (node.inputs, node.inputs[::-1]):
-                name = self.call.arguments.get(at) if at != self.call.x else None
-                if name is not None and any(one.what == "linear" for one in self.reach(branch)[1]):
+            for operand, branch in (node.inputs, node.inputs[::-1]):
+                name = self.call.arguments.get(operand) if operand != self.call.x else None
+                if name is not None and any(n.what == "linear" for n in self.reach(branch).nodes):
                     return name
         return None
 
     def _reads_output(self) -> bool:
         """Returns whether an operation off the stream reads the stream after its last addition."""
-        last = {at for at, level in self.level.items() if level == max(self.level.values())}
+        last = {tensor for tensor, level in self.level.items() if level == max(self.level.values())}
         inside = self.nodes[self.call.first : self.call.last]
         return any(n.outputs[0] not in self.level and any(k in last for k in n.inputs) for n in inside)
 
@@ -300,19 +320,20 @@ class _Reader:
     def _tail_of(self, branch: Key) -> Iterator[Key]:
         """Yields a branch's result, and backwards from there the tensors that the result is a view, cast, dropout or
         multiple of. The last one is the output of any other operation, such as a norm."""
-        at = branch
+        tensor = branch
         while True:
-            yield at
-            node = self.node(at)
+            yield tensor
+            node = self.node(tensor)
             if node is None or not node.inputs:
                 return
             if node.what not in UNCHANGED | {"dropout", "drop_path", "scale"} and node.factor is None:
                 return
-            at = node.inputs[0]
+            tensor = node.inputs[0]
 
     def _is_in_place(self) -> bool:
         """Returns whether an operation overwrites an input: its output is the input's tensor in a new version."""
         inside = self.nodes[self.call.first : self.call.last]
+        # a key is (identity, version)
         return any(out not in n.inputs and out[0] in {k[0] for k in n.inputs} for n in inside for out in n.outputs)
 
     def _has_channels_first(self) -> bool:
@@ -329,17 +350,17 @@ class _Reader:
             )
         if "linear" in kinds:
             return False  # a linear layer reads the last dimension
-        odd = next((node.what for node in readers if node.what not in _READS_ROWS and node.what != "conv"), None)
-        if odd is not None:
+        unclear = next((node.what for node in readers if node.what not in _READS_ROWS and node.what != "conv"), None)
+        if unclear is not None:
             raise Unaccounted(
-                f"convolutions stand behind the operation {odd}, and which dimension of the stream is its width is not "
-                "known"
+                f"convolutions stand behind the operation {unclear}, and which dimension of the stream is its width is "
+                "not known"
             )
         return bool(readers) and all(node.what == "conv" for node in readers)
 
-    def _blame(self, at: Key) -> str:
+    def _blame(self, tensor: Key) -> str:
         """Returns a message that names the operation at which the search from the output back to the input ended."""
-        node = self.node(at)
+        node = self.node(tensor)
         while node is not None and (node.what == "norm" or node.what in UNCHANGED):
             node = self.node(node.inputs[0])
         if node is None:
@@ -372,24 +393,23 @@ class _Reader:
         old, new = node.shapes[0], node.made[0]
         return old[-1:] == new[-1:] and math.prod(old) == math.prod(new)
 
-    def reach(self, at: Key) -> tuple[set[Key], list[Node], set[Key]]:
-        """Follows a branch backwards to the stream. Returns the tensors of the stream that the branch reads, the
-        operations between them and `at` in the order of the run, and the tensors it reads from outside the block."""
+    def reach(self, branch: Key) -> _Reached:
+        """Follows a branch backwards from its result to the stream, and returns what it reads and computes."""
         read: set[Key] = set()
         outside: set[Key] = set()
         numbers: set[int] = set()
-        todo = [at]
-        for here in each_once(todo):  # also yields the inputs that the loop appends to `todo`
-            if here in self.level:
-                read.add(here)
+        todo = [branch]
+        for tensor in each_once(todo):  # also yields the inputs that the loop appends to `todo`
+            if tensor in self.level:
+                read.add(tensor)
                 continue
-            number = self.made.get(here)
+            number = self.made.get(tensor)
             if number is None or not self.call.first <= number < self.call.last:
-                outside.add(here)
+                outside.add(tensor)
                 continue
             numbers.add(number)
             todo += self.nodes[number].inputs
-        return read, [self.nodes[number] for number in sorted(numbers)], outside
+        return _Reached(read, [self.nodes[number] for number in sorted(numbers)], outside)
 
     def _sublayers(self, steps: list[Step]) -> tuple[list[list[Step]], tuple[int, ...]]:
         """Returns the steps of each sublayer, and for each addition the number of its sublayer. If an addition's branch
@@ -407,7 +427,7 @@ class _Reader:
                     raise Unaccounted(f"{name} norms its input, and the normed one goes on as the stream")
                 groups[-1].append(step)
                 continue
-            read, _, _ = self.reach(step.branch)
+            read = self.reach(step.branch).read
             if not read:
                 raise Unaccounted("a tensor that is not computed from the stream is added to it")
             in_last_group = writes.count(len(groups) - 1) if groups else 0
@@ -426,7 +446,7 @@ class _Reader:
     def _reading_additions(self, steps: list[Step]) -> frozenset[tuple[int, int]]:
         """Returns the additions that read the stream but do not write it, numbered as in `Structure.reads`."""
         outputs_on_path = {step.node.outputs[0] for step in steps}
-        found, written, since = set(), 0, 0  # since: the reading additions after the last writing one
+        found, written, since = set(), 0, 0  # since: the reading additions so far after the last writing one
         for node in self.nodes[self.call.first : self.call.last]:
             if node.what not in ADDITIONS or len(node.inputs) != 2:
                 continue
@@ -458,29 +478,29 @@ class _Reader:
         """Returns the modules of dropout and stochastic depth that are called only at the ends of branches."""
         at_ends: dict[nn.Module, int] = {}
         for step in steps:
-            at = step.branch
-            while at is not None:  # goes backwards from the branch's result to its last dropout
-                dropouts = self._dropouts(at)
+            tensor = step.branch
+            while tensor is not None:  # goes backwards from the branch's result to its last dropout
+                dropouts = self._dropouts(tensor)
                 for module in dropouts:
                     at_ends[module] = at_ends.get(module, 0) + 1
-                node = self.node(at)
+                node = self.node(tensor)
                 may_follow_dropout = UNCHANGED | {"drop_path", "scale", "norm"}
                 if dropouts or node is None or not (node.what in may_follow_dropout or node.factor is not None):
                     break
-                at = node.inputs[0] if node.inputs else None
+                tensor = node.inputs[0] if node.inputs else None
         inside = self.nodes[self.call.first : self.call.last]
         # a module that is also called elsewhere in the block must stay there
         calls = {module: sum(node.module is module for node in inside) for module in at_ends}
         return {module for module, count in at_ends.items() if calls[module] == count}
 
-    def _dropouts(self, at: Key) -> list[nn.Module]:
+    def _dropouts(self, tensor: Key) -> list[nn.Module]:
         """Returns the modules of dropout and stochastic depth that returned this tensor. In evaluation mode, dropout
         returns its input itself, so there may be several."""
-        node = self.node(at)
+        node = self.node(tensor)
         own: list[nn.Module] = []
         if node is not None and node.module is not None and node.what in ("dropout", "drop_path"):
             own = [node.module]
-        return own + [module for module in self.record.dropped.get(at, ()) if module in self.paths]
+        return own + [module for module in self.record.dropped.get(tensor, ()) if module in self.paths]
 
     def _part(self, group: list[Step], index: int) -> Part:
         """Returns the description of one sublayer from its steps. Errors: Unaccounted, InputError."""
@@ -491,15 +511,16 @@ class _Reader:
             raise Unaccounted(f"two norms follow each other on the stream, {after[0]} and {after[1]}")
         tails = [self._tail(branch) for branch in branches]
         tail = tails[0] if len(tails) == 1 else Tail()  # what ends one of several branches does not end their sum
-        added = next((step for step in group if step.node.alpha != 1.0), None)
-        if added is not None and (len(branches) > 1 or added.branch != added.node.inputs[1]):
+        # torch.add(x, f, alpha=…) multiplies its second operand; if that is the only branch, alpha is part of β
+        scaled = next((step for step in group if step.node.alpha != 1.0), None)
+        if scaled is not None and (len(branches) > 1 or scaled.branch != scaled.node.inputs[1]):
             raise Unaccounted(
-                f"the addition at {added.node.where} has a factor alpha on the stream or on one of several branches"
+                f"the addition at {scaled.node.where} has a factor alpha on the stream or on one of several branches"
             )
-        tail = tail if added is None else tail._replace(beta=tail.beta * added.node.alpha)
+        tail = tail if scaled is None else tail._replace(beta=tail.beta * scaled.node.alpha)
         reached = [self.reach(branch) for branch in branches]
-        nodes = [node for _, nodes, _ in reached for node in nodes]
-        read = {k for keys, _, _ in reached for k in keys}
+        nodes = [node for one in reached for node in one.nodes]
+        read = {k for one in reached for k in one.read}
         norms = [node for node in nodes if node.what == "norm" and node.inputs[0] in read]
         # a branch may also read what an earlier sublayer has read through its norm
         norms = [node for node in norms if node.outputs[0] not in self.normed]
@@ -539,15 +560,15 @@ class _Reader:
     def _tail(self, branch: Key) -> "Tail":
         """Returns the dropout, norms and factors at the end of a branch. It is followed backwards from its result, to
         the first operation that is none of these. Dropouts and factors may also stand before the norm."""
-        tail, at = Tail(), branch
+        tail, tensor = Tail(), branch
         while True:
-            for module in self._dropouts(at):
-                is_path = self.record.kinds.get(module) == "drop_path"
-                if module in self.moving and is_path and tail.drop_path is None:
+            for module in self._dropouts(tensor):
+                is_drop_path = self.record.kinds.get(module) == "drop_path"
+                if module in self.moving and is_drop_path and tail.drop_path is None:
                     tail = tail._replace(drop_path=self.paths[module])
-                elif module in self.moving and not is_path and tail.dropout is None:
+                elif module in self.moving and not is_drop_path and tail.dropout is None:
                     tail = tail._replace(dropout=self.paths[module])
-            node = self.node(at)
+            node = self.node(tensor)
             if node is None or not node.inputs:
                 break
             path = self.paths.get(node.module, "")
@@ -560,7 +581,7 @@ class _Reader:
                 tail = tail._replace(beta=tail.beta * node.factor)
             elif node.what not in UNCHANGED | {"dropout", "drop_path"}:
                 break
-            at = node.inputs[0]
+            tensor = node.inputs[0]
         return tail
 
     def _is_sum(self, branch: Key) -> bool:
@@ -571,18 +592,21 @@ class _Reader:
         if node is None or node.what not in ADDITIONS or len(node.inputs) != 2:
             return False
         reached = [self.reach(k) for k in node.inputs]
-        return all(read and any(one.what == "linear" for one in nodes) for read, nodes, _ in reached)
+        return all(one.read and any(node.what == "linear" for node in one.nodes) for one in reached)
 
-    def _memory(
-        self, reached: list[tuple[set[Key], list[Node], set[Key]]], nodes: list[Node]
-    ) -> tuple[str | None, bool]:
+    def _memory(self, reached: list[_Reached], nodes: list[Node]) -> tuple[str | None, bool]:
         """Returns the name of the block's argument that attention's values are computed from, such as an encoder's
-        output (None: no such argument), and whether values are computed from a tensor other than the stream."""
-        names = {at: name for at, name in self.call.arguments.items() if at != self.call.x}
-        outside = {k for _, _, found in reached for k in found}
+        output (None: no such argument), and whether values are computed from a tensor other than the stream. `nodes`:
+        the operations of all branches in `reached`."""
+        names = {tensor: name for tensor, name in self.call.arguments.items() if tensor != self.call.x}
+        outside = {k for one in reached for k in one.outside}
         layers = [n for n in nodes if n.what == "linear" and n.module is not None and n.inputs[0] in outside]
-        known = [self.roles.of(owner_of(node.module)) for node in layers if node.module is not None]
-        values = [n for n, matrix in zip(layers, known) if matrix and any(rows.role == "value" for rows in matrix.rows)]
+        roles_of_layers = [self.roles.of(owner_of(node.module)) for node in layers if node.module is not None]
+        values = [
+            n
+            for n, matrix in zip(layers, roles_of_layers)
+            if matrix and any(rows.role == "value" for rows in matrix.rows)
+        ]
         has_attention = any(matrix.heads for _, owner in self.matrices(nodes) if (matrix := self.roles.of(owner)))
         # if no attention was recognised, any linear layer that reads rows from outside the block counts; a tensor with
         # fewer dimensions than the stream, such as a condition, has no rows
@@ -617,6 +641,7 @@ class _Reader:
             if node.what == "linear" and node.module is not None:
                 if node.module not in self.paths:
                     raise Unaccounted(f"it calls {named(node.module)} that is none of its parts")
+                # an adapter's layers have the path of the layer that they adapt, which counts once
                 path = self._without_adapters(self.paths[node.module])
                 if path not in found.values():
                     found.setdefault(owner_of(node.module), path)
@@ -628,8 +653,8 @@ class _Reader:
         return [(self._layer(path), owner) for owner, path in found.items()]
 
     def _layer(self, path: str) -> str:
-        """Returns the linear layer's path if `path` is that of its weight, which the block reads without calling the
-        layer; else `path`."""
+        """Returns a linear layer's path if `path` is that of the layer's weight, which the block then reads without
+        calling the layer. Else returns `path`."""
         above, _, name = path.rpartition(".")
         return above if name == "weight" and isinstance(self.block.get_submodule(above), nn.Linear) else path
 
@@ -638,16 +663,16 @@ class _Reader:
         found: set[Owner] = set()
         own = {id(p): p for p in self.block.parameters() if p.dim() >= 2}
         todo = [branch]
-        for at in each_once(todo):  # also yields the inputs that the loop appends to `todo`
-            node = self.node(at)
-            if node is None or at in self.level:  # the stream itself
+        for tensor in each_once(todo):  # also yields the inputs that the loop appends to `todo`
+            node = self.node(tensor)
+            if node is None or tensor in self.level:  # from outside the block, or the stream itself
                 continue
             if node.what == "linear" and node.module is not None:
                 found.add(owner_of(node.module))
                 continue
             weights = [self._parameter(k, own) for k in node.inputs]
-            if at in self.record.outputs_of_attention:
-                found |= {p for p in weights if p is self.record.outputs_of_attention[at]}
+            if tensor in self.record.outputs_of_attention:
+                found |= {p for p in weights if p is self.record.outputs_of_attention[tensor]}
             # an operation with a parameter, other than those that may follow the last matrix, is a product with it
             elif any(p is not None for p in weights) and node.what not in _ON_A_BRANCH:
                 found |= {p for p in weights if p is not None}
@@ -657,24 +682,26 @@ class _Reader:
                 todo += node.inputs[:1] if node.what in UNCHANGED else ()  # a view may have other columns
         return found
 
-    def _parameter(self, at: Key, own: dict[int, nn.Parameter]) -> nn.Parameter | None:
-        """Returns a parameter if the tensor is that parameter, a view of it or a copy of it, else None."""
-        while at[0] not in own:
-            node = self.node(at)
+    def _parameter(self, tensor: Key, own: dict[int, nn.Parameter]) -> nn.Parameter | None:
+        """Returns a parameter if the tensor is that parameter, a view of it or a copy of it, else None. `own`: the
+        block's parameters by identity."""
+        while tensor[0] not in own:
+            node = self.node(tensor)
             if (
                 node is None
                 or node.what not in UNCHANGED | {"transpose_last", "index_select", "__get__"}
                 or not node.inputs
             ):
                 return None
-            at = node.inputs[0]
-        return own[at[0]]
+            tensor = node.inputs[0]
+        return own[tensor[0]]
 
     def _linears(
         self, nodes: list[Node], ends: set[Owner], reads_memory: bool
     ) -> tuple[tuple[Linear, ...], tuple[Linear, ...], str]:
         """Returns a branch's linear layers, its stacks of experts (parameters of three dimensions), both with the roles
-        of their rows, and its kind: cross-attention, self-attention or feed-forward."""
+        of their rows, and its kind: cross-attention, self-attention or feed-forward. `ends`: the branch's last
+        matrices; `reads_memory`: whether attention reads another tensor than the stream."""
         found = [(path, owner, matrix) for path, owner in self.matrices(nodes) if (matrix := self.roles.of(owner))]
         # a matrix computes heads, or the last one reads attention's output or mixes tokens
         is_attention = reads_memory or any(
@@ -707,12 +734,18 @@ def named(module: nn.Module) -> str:
 
 def _ends_feed_forward(last: Matrix, found: list[Any]) -> bool:
     """Returns whether a branch's last matrix ends a feed-forward parallel to attention: this matrix does not read
-    attention's output, but another one does."""
+    attention's output, but another one does. `found`: tuples that end with a `Matrix`, one for each of the branch."""
     return not last.reads_attention and any(other.reads_attention for *_, other in found)
 
 
 class Tail(NamedTuple):
-    """The modules and the factor at the end of a branch; modules are given by their paths."""
+    """The modules and the factor at the end of a branch; modules are given by their paths.
+
+    Attributes:
+        norms: the norm that ends the branch, or empty.
+        beta: the product of the numbers that multiply the branch.
+        scales: modules that multiply the branch by a vector, as LayerScale does.
+    """
 
     dropout: str | None = None
     drop_path: str | None = None
