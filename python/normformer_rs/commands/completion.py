@@ -9,6 +9,7 @@ from ..config import DataConfig, TrainingConfig, TransformerConfig
 from .options import Parser
 
 SHELLS = ("bash", "zsh", "tcsh")
+# An option's value is completed by its name in the help text (metavar), or else from the option's choices.
 _FILES = {"FILE", "FILE.toml", "PATH", "RUN"}
 _FOLDERS = {"DIR"}
 _CHOICES = {

@@ -10,8 +10,9 @@ from . import Command, versions
 
 
 def parser() -> Command:
+    """Returns the help line, the function and the flags of `normformer-rs doctor`."""
     def add(parser: argparse.ArgumentParser) -> None:
-        pass
+        pass  # the command has no flags
 
     return "Check torch, cores, devices and kernels of this machine, and suggest fixes.", _doctor, add
 

@@ -11,6 +11,7 @@ from .options import add_model
 
 
 def parser() -> Command:
+    """Returns the help line, the function and the flags of `normformer-rs evaluate`."""
     def add(parser: argparse.ArgumentParser) -> None:
         bleu = parser.add_argument_group("BLEU of translations")
         bleu.add_argument("--hypothesis", metavar="FILE", help="Translations, one a line.")
@@ -65,6 +66,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _score(args: argparse.Namespace) -> None:
+    """Prints BLEU of --hypothesis and, with --baseline, the comparison with the other system."""
     texts = [None if path is None else text.read_lines(path)
              for path in (args.hypothesis, args.reference, args.baseline)]  # fmt: skip
     from .. import _core, scores
@@ -74,19 +76,20 @@ def _score(args: argparse.Namespace) -> None:
     hypotheses, references, baseline = texts
     assert hypotheses is not None and references is not None
     options = {"tokenize": args.tokenize, "lowercase": args.lowercase, "split_compounds": args.split_compounds}
-    found = scores.score(hypotheses, references, baseline, **options)
-    print(f"sacreBLEU:  {found.sacrebleu}")
-    print(f"multi-bleu: {found.multi_bleu}")
-    if found.comparison is not None:
-        print(f"bootstrap:  {found.comparison}")
+    score = scores.score(hypotheses, references, baseline, **options)
+    print(f"sacreBLEU:  {score.sacrebleu}")
+    print(f"multi-bleu: {score.multi_bleu}")
+    if score.comparison is not None:
+        print(f"bootstrap:  {score.comparison}")
 
 
 def _run_windows(args: argparse.Namespace, options: dict[str, Any]) -> None:
+    """Prints the perplexity of a language model that reads --reference through a sliding window."""
     from ..loop.generation import evaluate_windows
 
-    found = evaluate_windows(args.model, args.reference, window=args.window, stride=args.stride, **options)
-    print(f"perplexity: {found.perplexity:.3f} (nll {found.nll:.4f} nats per token, {found.tokens:,} tokens)")
+    score = evaluate_windows(args.model, args.reference, window=args.window, stride=args.stride, **options)
+    print(f"perplexity: {score.perplexity:.3f} (nll {score.nll:.4f} nats per token, {score.tokens:,} tokens)")
     print(
-        f"per word:   {found.word_perplexity:.3f} ({found.words:,} words, the ends of {found.lines:,} lines among them)"
+        f"per word:   {score.word_perplexity:.3f} ({score.words:,} words, the ends of {score.lines:,} lines among them)"
     )
-    print(f"bits:       {found.bits_per_character:.4f} per character ({found.characters:,}, with the ends of lines)")
+    print(f"bits:       {score.bits_per_character:.4f} per character ({score.characters:,}, with the ends of lines)")

@@ -14,6 +14,7 @@ from .options import add_flags, add_model, given
 
 
 def parser() -> Command:
+    """Returns the help line, the function and the flags of `normformer-rs generate`."""
     def add(parser: argparse.ArgumentParser) -> None:
         add_model(parser, required=True)
         prompts = parser.add_mutually_exclusive_group()
@@ -78,12 +79,13 @@ class Live:
         """True if the last shown line has not ended yet."""
 
     def __call__(self, prompt: int, sample: int, new: str | None) -> None:
+        """Takes the new part of a text, or None if the text is over, and shows what may be shown now."""
         place = prompt * self._samples + sample
         if new is None:
             self._is_over[place] = True
         else:
             self._waiting[place] += new
-        # Shows what waits of the first unfinished text. If that is over now, the turn passes to the text after it.
+        # The waiting part of the first unfinished text is shown. If that text is over now, the next one has its turn.
         shown = ""
         while self._turn < len(self._waiting):
             shown += self._waiting[self._turn]
@@ -100,6 +102,7 @@ class Live:
             self._show("\n")
 
     def _show(self, shown: str) -> None:
+        """Writes text to standard output, and records whether it ends in the middle of a line."""
         if shown:
             self._is_open = not shown.endswith("\n")
             text.write_out(shown.encode("utf-8"))

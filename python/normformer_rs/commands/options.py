@@ -58,7 +58,7 @@ class _Formatter(argparse.HelpFormatter):
         """Wraps each line as a paragraph; the lines of a list are indented after their first line."""
         wrapped_lines = []
         for line in text.splitlines():
-            # A line that begins with "NAME: " is an entry of a list.
+            # A line that begins with "NAME: " is an entry of a list; its first and its other lines have these indents.
             first, others = ("  ", "      ") if re.match(r"[\w-]+: ", line) else ("", "")
             wrapped = textwrap.wrap(line, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
             wrapped_lines += wrapped or [""]  # an empty line stays
@@ -91,12 +91,13 @@ class Parser(argparse.ArgumentParser):
         return any(action.nargs in (argparse.PARSER, argparse.REMAINDER) for action in self._actions)
 
     def error(self, message: str) -> Any:
+        # argparse itself would print the message and end the process.
         raise UsageError(message, f"{self.prog} --help lists the {'commands' if self._takes_command else 'options'}")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, extra = self.parse_known_args(args, namespace)
         if extra:
-            parser = getattr(parsed, "parser", self)
+            parser = getattr(parsed, "parser", self)  # cli.py stores the parser of the command that was called
             folder = "; fairseq's folder is --data-bin DIR" * ("--data-bin" in parser._option_string_actions)
             parser.error(f'unexpected argument "{extra[0]}"; options begin with --{folder}')
         return parsed
@@ -108,7 +109,7 @@ class Parser(argparse.ArgumentParser):
         end = next((i for i, word in enumerate(args) if word == "--"), len(args))
         if self._takes_command:
             end = next((i for i, word in enumerate(args) if not word.startswith("-")), len(args))
-        # `prog` ends with the command's name.
+        # fairseq's flags become this package's own; `prog` ends with the command's name.
         aliases = fairseq_words.SAME.get(self.prog.rpartition(" ")[2], {})
         for i, word in enumerate(args[:end]):
             name, equals, value = word.partition("=")
@@ -151,6 +152,7 @@ def add_flags(group: Any, fields: Iterable[Field]) -> None:
 
 
 def _add_flag(group: Any, field: Field) -> None:
+    """Adds a field's flag. A bool has a switch, with an opposite unless its name begins with no_; others have a value."""
     settings: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": _help(field)}
     if field.kind != "bool":
         settings |= {"metavar": _metavar(field)}
@@ -171,6 +173,7 @@ def _help(field: Field) -> str:
 
 
 def _metavar(field: Field) -> str:
+    """Returns the name that help shows for the value of a field's flag."""
     if field.kind != "str":
         return {"int": "N", "float": "X"}[field.kind]
     named = {"data_bin": "DIR", "source_lang": "LANG", "target_lang": "LANG"}

@@ -8,6 +8,7 @@ from . import Command
 
 
 def parser() -> Command:
+    """Returns the help line, the function and the flags of `normformer-rs text`."""
     def add(parser: argparse.ArgumentParser) -> None:
         ends = ", ".join(text.RECORDS)
         about = f"A file ({ends}; plain or gzip), or the name of a data set of the Hugging Face hub."
@@ -40,6 +41,7 @@ def _run(args: argparse.Namespace) -> None:
     from ..formats import records
 
     options = {"split": args.split, "config": args.subset, "streaming": args.streaming, "limit": args.limit}
+    # Turns records, each with a value for every field, into a column for each field.
     columns = list(zip(*records.read(args.source, args.field, **options), strict=True))
     for name, path, lines in zip(args.field, args.output, columns, strict=True):
         text.check_lines(f"{args.source}: {name}", lines)

@@ -27,6 +27,7 @@ _COMMAND = {"preset", "output"}
 
 
 def parser() -> Command:
+    """Returns the help line, the function and the flags of `normformer-rs train`."""
     def add(parser: argparse.ArgumentParser) -> None:
         parser.usage = "%(prog)s --output DIR [OPTION …]"
         kinds = (DataConfig, TransformerConfig, TrainingConfig)
@@ -57,7 +58,7 @@ def parser() -> Command:
         )
         run.add_argument("--memory", metavar="SIZE", help=budget)
         run.add_argument("--no-progress", action="store_true", help="No progress bar.")
-        add_flags(common, (fields.pop(name) for name in _COMMON))
+        add_flags(common, (fields.pop(name) for name in _COMMON))  # removed from `fields`, so that none comes twice
         for name, group in groups.items():
             add_flags(group, (field for field in fields.values() if field.group == name))
 
@@ -152,6 +153,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
 
 
 def demo_parser() -> Command:
+    """Returns the help line, the function and the flags of `normformer-rs demo`."""
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--output", metavar="DIR", default="runs/demo", help="Default: runs/demo.")
         parser.add_argument("--updates", metavar="N", type=int, help=f"Default: {demo.TRAINING['updates']}.")

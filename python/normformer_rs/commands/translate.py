@@ -13,6 +13,7 @@ from .options import add_flags, add_model, given
 
 
 def parser() -> Command:
+    """Returns the help line, the function and the flags of `normformer-rs translate`."""
     def add(parser: argparse.ArgumentParser) -> None:
         add_model(parser, required=True)
         source = parser.add_mutually_exclusive_group()
@@ -52,5 +53,5 @@ def _run(args: argparse.Namespace) -> None:
         numbered = ((i, h) for i, hypotheses in enumerate(found) for h in hypotheses)
         text.write_lines(args.output, (f"{i} ||| {h.text} ||| {h.score:.6f}" for i, h in numbered))
     cut = sum(not hypothesis.finished for hypotheses in found for hypothesis in hypotheses)
-    said = f"; the greatest length (--max-length) cut {cut:,} translations" if cut else ""
-    write(f"translated {len(found):,} lines in {duration(time.monotonic() - start)}{said}")
+    note = f"; the greatest length (--max-length) cut {cut:,} translations" if cut else ""
+    write(f"translated {len(found):,} lines in {duration(time.monotonic() - start)}{note}")

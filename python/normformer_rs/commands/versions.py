@@ -9,6 +9,7 @@ from . import PROG
 
 _PACKAGES = ("numpy", "transformers", "lightning", "fairseq", "timm", "sacrebleu")
 FLAGS = ["--version", "--all"]
+"""The command line that prints `report`."""
 
 
 def report() -> str:
@@ -45,6 +46,7 @@ def processor() -> str:
 
 
 def _version(package: str) -> str | None:
+    """Returns a package's version; None if the package is not installed."""
     from importlib import metadata  # imported here, because it is slow and --help does not need it
 
     try:

@@ -25,17 +25,18 @@ def warnings_of(
     run_options, model_options = training.asdict(), model.asdict()
     updates, warmup = run_options["updates"], run_options["warmup"]
     warnings = []
-    last = updates - run_options["count_from_zero"]  # the last update's number in the schedule
+    last = updates - run_options["count_from_zero"]  # the last update's number in the schedule; True counts as 1
     if updates and run_options["schedule"] in _WARMING and last < warmup:
         warnings.append(
             f"the warm-up of {warmup:,} updates is longer than the run of {updates:,}: the learning rate "
             "never reaches its peak; choose a smaller warmup, or more updates"
         )
     uses_prepbn = "prepbn" in (model_options["norm"], model_options["decoder_norm"])
-    fading = model_options["prepbn_warm"] + model_options["prepbn_steps"] if uses_prepbn else 0
-    if updates and updates < fading:
+    # The number of updates after which prepbn has faded: those before the fading begins, and those that it takes.
+    faded_after = model_options["prepbn_warm"] + model_options["prepbn_steps"] if uses_prepbn else 0
+    if updates and updates < faded_after:
         warnings.append(
-            f"prepbn fades for {fading:,} updates, and the run has {updates:,}: validation uses repbn alone, "
+            f"prepbn fades for {faded_after:,} updates, and the run has {updates:,}: validation uses repbn alone, "
             "which has not learned its part by then; choose smaller prepbn_steps"
         )
     is_default = chosen is not None and not chosen & {"preset", *_SIZES}

@@ -231,20 +231,25 @@ def _event(line: bytes) -> dict[str, Any] | None:
 
 
 def _refuse(constant: str) -> None:
+    """Refuses NaN and Infinity, which Python's decoder would accept."""
     raise ValueError(f"{constant} is not JSON")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 _MOST = sys.float_info.max
+"""The largest finite float; JSON may hold larger integers."""
 _LONGEST = 4 << 20
 """The maximum length of a line in bytes. For comparison: a line with the values of 1,000 layers has about 100 kB."""
 _CELLS = 1 << 27
 """The maximum number of values in `History.layers`: 2²⁷ float64 are 1 GiB."""
 _COUNTS = ("update", "epoch", "parameters")
+"""The fields that are integers."""
 _NO_COLUMNS = ("evaluations", "layers", "output")
+"""The fields of `History` that are no arrays with a number for each update."""
 
 
 def _numbers(shape: type) -> list[str]:
+    """Returns the names of a class's fields that hold arrays of floating-point numbers."""
     names = (field.name for field in dataclasses.fields(shape))
     return [name for name in names if name not in (*_COUNTS, *_NO_COLUMNS, "best")]
 
@@ -329,8 +334,8 @@ def _layers(events: list[dict[str, Any]]) -> dict[str, NDArray[np.float64]]:
     logged = [layer_values(event) for event in events]
     names = {name for values in logged for name in values}
     cells, values_logged = len(names) * len(logged), sum(map(len, logged))
-    # A forged log may name a new layer in each line and fill the memory. An honest one leaves few cells empty: far less
-    # than 63 of 64.
+    # A forged log may name a new layer in each line, and the table of names and updates would fill the memory. In an
+    # honest log far more than one of 64 cells has a value.
     if cells > max(_CELLS, 64 * values_logged):
         _logger.warning("%d names of layers are too many for %d updates: no layers are read", len(names), len(logged))
         return {}
@@ -340,7 +345,7 @@ def _layers(events: list[dict[str, Any]]) -> dict[str, NDArray[np.float64]]:
 def _natural(name: str) -> list[tuple[int, str]]:
     """Returns a sort key that puts layer 2 before layer 10. Numbers are compared by length, then as text, because int()
     refuses the very long numbers that a forged log may have."""
-    parts = re.split(r"0*([0-9]+)", name)  # texts at even indices, numbers at odd ones
+    parts = re.split(r"0*([0-9]+)", name)  # texts are at even indices, numbers without leading zeros at odd ones
     return [(len(part), part) if i % 2 else (-1, part) for i, part in enumerate(parts)]
 
 

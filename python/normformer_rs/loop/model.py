@@ -22,6 +22,7 @@ EXPORT = (
     "normformer_rs.nn.Transformer; its encoder and decoder load these weights by the same names"
 )
 _SHOWN = ("vocab_size", "d_model", "d_ff", "heads", "encoder_layers", "decoder_layers", "norm", "residual")
+"""The options that `repr` always shows; others are shown if they are not at their defaults."""
 
 
 class Transformer(Steered):
@@ -92,7 +93,7 @@ class Transformer(Steered):
         """
         if torch.compiler.is_exporting():
             raise InputError(EXPORT)
-        self.take_over()
+        self.take_over()  # a copy with averaged weights gets the step counters of the model that trains
         names, tensors, precision = self._tensors()
         seed = self._draw(tensors[0].device) if self.training else None
         if self._heard is not None:
@@ -115,7 +116,7 @@ class Transformer(Steered):
         the next update; the first is 1. Steps of torch's optimizers advance t automatically."""
         for part in self._growing():
             part.t.fill_(update)
-        self.told()
+        self.told()  # the counters fit the weights, so an average of the weights may use them
 
     def followed(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yields (parameter, t) for each stack or norm with a step counter t: each optimizer step on the parameter adds
@@ -141,11 +142,13 @@ class Transformer(Steered):
         return [part for part in self.modules() if "t" in part._buffers]
 
     def _follow(self) -> None:
+        """Makes the step counters, if there are any, advance with each step of one of torch's optimizers."""
         if self._growing():
             self.remember_copies()
             follow_steps(self)
 
     def __getstate__(self) -> dict[str, Any]:
+        # `_heard` listens to this object alone, not to its copies.
         return {name: value for name, value in self.__dict__.items() if name != "_heard"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -183,8 +183,11 @@ def _step_size(optimizer: str, muon_scale: str | None, parametrisation: str) -> 
 def _unit_groups(
     model: nn.Module, lr: float, weight_decay: float, eps: float, others: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Returns the groups of u-mup, one for each set of multipliers. Errors: InputError for another package's model,
-    whose forward pass is not u-mup's, and for other options, which would do nothing."""
+    """Returns the groups of u-mup, one for each set of multipliers.
+
+    Errors: InputError for another package's model, whose forward pass is not u-mup's, and if one of the `others`, which
+    are options by name that would do nothing, is not None.
+    """
     if not isinstance(model, Transformer):
         raise InputError(
             f'parametrisation "{UNIT_SCALED}" is for normformer_rs.Transformer, got {type(model).__name__}: build that '
@@ -236,11 +239,13 @@ def _agreed(name: str, given: Any, own: Any, otherwise: Any = None) -> Any:
         raise InputError(
             f"{name} = {given} was given, and the model was built with {own}: leave it out, or build another"
         )
-    found = own if given is None else given
-    return otherwise if found is None else found
+    chosen = own if given is None else given
+    return otherwise if chosen is None else chosen
 
 
 def _check(name: str, base_width: int | None, base_depth: int | None, alpha: float | None, **numbers: float) -> None:
+    """Raises InputError if the parametrisation `name` does not exist, or if an option is missing, would do nothing or
+    is out of range. `numbers` are options by name that must be finite and not negative."""
     entries = {entry["name"]: entry for entry in tables()["parametrisations"]}
     if name not in entries:
         raise InputError(unknown("parametrisation", name, [*entries]))
@@ -277,8 +282,9 @@ def _places(model: nn.Module, needs_blocks: bool, width: int | None) -> Iterator
         raise InputError(_no_blocks(model))
     sums = summed_over(model)
     vectors = {id(p) for p in learned_gains(model).values()} | vector_ids(model) | set(sums)
-    seen = set()
+    seen = set()  # so that a parameter that several modules share is yielded once
     for path, module in model.named_modules():
+        # The number of blocks in the stack of the block that contains the module; 0 outside blocks.
         layers = next((n for block, n in blocks.items() if f"{path}.".startswith(f"{block}.")), 0)
         for _, p in module.named_parameters(recurse=False):
             if p.requires_grad and id(p) not in seen:
@@ -309,6 +315,7 @@ def _role(
         return "hidden-vector" if is_vector else "hidden-matrix"
     if is_vector:
         return "end"
+    # Outside blocks only a width × width matrix is hidden; others map to or from the width.
     is_square = p.dim() == 2 and p.shape[0] == p.shape[1]
     return "hidden-matrix" if is_square and p.shape[0] == _find_width(model, width) else "embedding"
 
@@ -316,7 +323,7 @@ def _role(
 def _blocks(model: nn.Module) -> Iterator[tuple[str, int]]:
     """Yields the path of every block and the number of blocks in its stack. A list inside a block, such as a list of
     experts, is no stack."""
-    outer: list[str] = []  # the blocks found so far; the loop meets a block before the lists inside it
+    outer: list[str] = []  # the paths of the blocks found so far; a block comes before the lists inside it
     for path, module in model.named_modules():
         children = [*module.named_children()]
         is_list = isinstance(module, nn.ModuleList | nn.Sequential) and len({type(child) for _, child in children}) == 1
@@ -338,6 +345,7 @@ def last_stack(model: nn.Module) -> list[nn.Module]:
 
 
 def _no_blocks(model: nn.Module) -> str:
+    """Returns the error's text for a model without repeated blocks."""
     return (
         f"found no repeated blocks in {type(model).__name__}: expected a ModuleList or Sequential of modules of "
         "one class that hold matrices; give the module that has it"
@@ -351,6 +359,7 @@ def _has_matrices(module: nn.Module) -> bool:
 
 
 def _width(model: nn.Module, given: int | None) -> int:
+    """Returns the width as `_find_width` does. Errors: InputError if it is not found."""
     found = _find_width(model, given)
     if found is None:
         raise InputError(

@@ -19,6 +19,7 @@ class Preset(NamedTuple):
 
 
 def _layers(number: int) -> dict[str, int]:
+    """Returns the options for an encoder and a decoder of this many layers each."""
     return {"encoder_layers": number, "decoder_layers": number}
 
 

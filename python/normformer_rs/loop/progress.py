@@ -51,10 +51,11 @@ class Bar:
 
         self._tqdm = tqdm
         self._bar: Any = None
+        # The texts behind the bar: about the latest update, and about the latest evaluation.
         self._update = self._evaluation = ""
 
     def started(self, event: Mapping[str, Any]) -> None:
-        total = event.get("updates") or None
+        total = event.get("updates") or None  # 0 means no limit; then there is no bar, only a count
         layout = "{desc}{n_fmt}{unit} [{elapsed}{postfix}]"
         if total:
             layout = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
@@ -73,6 +74,7 @@ class Bar:
         self._show(refresh=True)
 
     def _show(self, refresh: bool) -> None:
+        """Sets the texts behind the bar. Without `refresh` they appear with the bar's next step."""
         self._bar.set_postfix_str(", ".join(filter(None, (self._update, self._evaluation))), refresh=refresh)
 
     def close(self) -> None:
@@ -100,7 +102,7 @@ class Lines:
 
 def write(text: str) -> None:
     """Prints a line on standard error, above the bar if there is one."""
-    tqdm = sys.modules.get("tqdm")
+    tqdm = sys.modules.get("tqdm")  # without an import of tqdm there is no bar
     if tqdm is None:
         print(text, file=sys.stderr, flush=True)
     else:
@@ -138,6 +140,7 @@ def duration(seconds: float) -> str:
 
 
 def _brief(event: Mapping[str, Any]) -> str:
+    """Formats an "updated" event: speed, loss, learning rate and, if it is known, the time left."""
     left = event.get("time_left")
     rate, loss, lr = (number(event, name) for name in ("tokens_per_second", "loss", "lr"))
     text = f"{rate:,.0f} tokens/s, loss {loss:.3f}, lr {lr:.2e}"
@@ -145,6 +148,7 @@ def _brief(event: Mapping[str, Any]) -> str:
 
 
 def _in_notebook() -> bool:
+    """Returns True if this process runs a notebook's code: then IPython's shell is Jupyter's, which uses ZeroMQ."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return type(shell).__name__ == "ZMQInteractiveShell"

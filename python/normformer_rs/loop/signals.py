@@ -28,7 +28,7 @@ class _Stops:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
-        if self.count == 2:  # a launcher's repetition of the first signal
+        if self.count == 2:  # probably a launcher has repeated the first signal
             return
         self.requested_by = signal.Signals(number).name
         if self.count == 1:
@@ -64,7 +64,9 @@ def as_ctrl_c(ends_process: bool = False) -> Iterator[None]:
     if not _is_main() or _stops is not None:
         yield
         return
-    stops = _stops = _Stops(len(_frames(sys._getframe())) - 3)  # without this frame, contextlib's, and the caller's
+    # The stack ends with the frames of the caller, which runs the block, of contextlib and of this function. All other
+    # frames are outside.
+    stops = _stops = _Stops(len(_frames(sys._getframe())) - 3)
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     defaults = (signal.SIG_DFL, signal.default_int_handler)
     replaced = {number: handler for number, handler in handlers.items() if handler in defaults}
@@ -119,11 +121,11 @@ def listening() -> Iterator[None]:
         yield
         return
     ask()
-    held, stops.held = stops.held, 0
+    held_blocks, stops.held = stops.held, 0
     try:
         yield
     finally:
-        stops.held = held
+        stops.held = held_blocks
 
 
 def _is_main() -> bool:
@@ -144,6 +146,7 @@ def _importer(frame: FrameType | None, outside: int) -> FrameType | None:
     outermost frames do not count."""
     frames = _frames(frame)
     block_frames = frames[: len(frames) - outside]
+    # The indices of importlib's frames. Frames are listed from the innermost one, so the last index is the outermost.
     imports = [i for i, f in enumerate(block_frames) if f.f_code.co_filename.startswith("<frozen importlib._bootstrap")]
     # The caller of importlib's outermost frame runs the import statement.
     return block_frames[imports[-1] + 1] if imports and imports[-1] + 1 < len(block_frames) else None

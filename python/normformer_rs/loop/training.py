@@ -85,6 +85,7 @@ class Trainer:
 
     def check(self) -> None:
         """Checks the options of model and training, without the data. Errors: InputError for contradictions."""
+        # A user's own norm is written to JSON as a declaration; inside the block it stands for the user's class.
         with using(*own_norms(self.model.asdict())):
             _core.check_options(*self._json()[:2])
 
@@ -105,7 +106,8 @@ class Trainer:
         Errors: InputError if the run needs more even when it recomputes activations; the message says which
         `max_tokens` would fit.
         """
-        fixed = activations = 0  # the memory that the latest attempt needs without activations, and for them
+        # The memory that the latest attempt needs: without activations, and for activations.
+        fixed = activations = 0
         # The run is tried as it is, then with recomputation: False sorts before True.
         for checkpointing in sorted({self.training.activation_checkpointing, True}):
             training = self.training.replace(activation_checkpointing=checkpointing)
@@ -123,8 +125,8 @@ class Trainer:
             raise InputError(
                 f"{problem}; parameters, gradients and moments alone are {size(fixed)}: take a smaller model"
             )
-        # The activations' memory is taken as proportional to max_tokens.
-        fits = int(self.training.max_tokens * (memory - fixed) / activations)  # `fixed` does not depend on max_tokens
+        # The activations' memory is taken as proportional to max_tokens, and `fixed` does not depend on max_tokens.
+        fits = int(self.training.max_tokens * (memory - fixed) / activations)
         raise InputError(
             f"{problem}: max_tokens of about {fits} would fit; accumulate makes an update of several such batches"
         )
@@ -186,22 +188,23 @@ class Trainer:
         if from_checkpoint is not None and not resume:
             raise InputError(f"from_checkpoint = {from_checkpoint!r} is a checkpoint to resume from: give resume, too")
         folder = readable("output", str(output))
-        chosen = None if from_checkpoint is None else str(from_checkpoint)
+        checkpoint = None if from_checkpoint is None else str(from_checkpoint)
         mode: Literal["new", "resume", "overwrite"] = "resume" if resume else "overwrite" if overwrite else "new"
         events = Path(output) / TENSORBOARD
         if tensorboard and os.path.lexists(events) and (events.is_symlink() or not events.is_dir()):
             what = "symbolic link, and a run writes through none but checkpoints" if events.is_symlink() else "file"
             raise InputError(f"{events} is a {what}: move it away, or choose another output")
-        place = world(self.training.device)
-        is_first = place is None or place.rank == 0
+        rank = world(self.training.device)  # (group's name, rank, size); None if this process trains alone
+        is_first = rank is None or rank.rank == 0
         observer = _Silent()
         if is_first:
             writes = tensorboard and available("tensorboard")
             observer = _Observer(Path(output), choose(progress), writes, [self._started, *callbacks])
         norms = using(*own_norms(self.model.asdict()))
+        # Signals act like Ctrl-C, but raise nothing until the loop asks for them between updates.
         with as_ctrl_c(), held(), contextlib.closing(observer), _own_modes(), norms:
             initial = None if init_from is None else readable("init_from", str(init_from))
-            _core.train(*self._json(), folder, mode, place, observer, from_checkpoint=chosen, init_from=initial)
+            _core.train(*self._json(), folder, mode, rank, observer, from_checkpoint=checkpoint, init_from=initial)
         history = History.read(output)
         if is_first and curves and len(history.update) and available("matplotlib"):
             picture = Path(output) / CURVES
@@ -310,11 +313,13 @@ class _Observer(_Silent):
             self._progress = Silent()
 
     def _call(self, name: str, event: Mapping[str, Any]) -> None:
+        """Calls the callbacks; signals may interrupt each of them."""
         for callback in self._callbacks:
             with listening():
                 callback(name, event)
 
     def _write(self, group: str, event: Mapping[str, Any], *names: str) -> None:
+        """Writes the event's values of these names to TensorBoard, as `group`/NAME."""
         if self._writer is not None:
             for name in names:
                 if event.get(name) is not None:

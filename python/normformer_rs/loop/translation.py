@@ -77,6 +77,8 @@ def translate(
 
 
 def _sentences(lines: Iterable[str]) -> list[str]:
+    """Returns the lines as a list. Errors: InputError for one text instead of lines, and for a line that is no text."""
+    # One text would become a list of characters, so it stays a text, which `check_lines` refuses.
     sentences = lines if isinstance(lines, str | bytes) else list(lines)
     check_lines("lines", sentences)
     return list(sentences)
