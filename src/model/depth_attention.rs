@@ -44,6 +44,7 @@ impl Differentiable for DepthAttentionNode {
         true
     }
 
+    /// Returns the sums x and the scores; the inputs are the queries, then the outputs v_0, v_1, …
     fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
         self.with(inputs, |given| {
             // x is (queries, …, d), and the scores are (…, queries, outputs).
@@ -58,6 +59,7 @@ impl Differentiable for DepthAttentionNode {
         })
     }
 
+    /// Returns the gradients of the queries and of each output.
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         // The scores, the second result, have no gradient.
         let Some(dx) = &gradients[0] else { return Ok(inputs.iter().map(|_| None).collect()) };
@@ -123,6 +125,7 @@ mod tests {
                     let query = random(&[queries, d], if kind == Kind::Double { kind } else { Kind::Float });
                     let g = random(&[queries, 2, rows, d], kind);
                     type Form = fn(&[&Tensor], &Tensor, bool) -> Result<[Tensor; 2]>;
+                    // Returns the gradients of the query and the outputs, then the results, computed in this type.
                     let run = |kind: Kind, form: Form| {
                         let leaf = |t: &Tensor| {
                             let wide = kind == Kind::Double;

@@ -64,6 +64,7 @@ impl Differentiable for JointReadNode {
         true
     }
 
+    /// Returns H, x and m for the inputs H, W, s and b, and keeps what the backward pass needs.
     fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
         let [streams, weight, scale, bias] = &inputs[..] else { unreachable!("H, W, s and b") };
         // H is also an output, and an input cannot be one: so this is another tensor on H's memory.
@@ -87,6 +88,7 @@ impl Differentiable for JointReadNode {
         Ok(vec![streams, x, mixes])
     }
 
+    /// Returns the gradients of H, W, s and b from those of the results H, x and m; `None` means 0.
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         let [streams, weight, scale, bias] = &inputs[..] else { unreachable!("H, W, s and b") };
         let forward = self.kept.get().expect("the forward pass has kept them").each_ref();
@@ -134,6 +136,7 @@ mod tests {
         for level in Level::ALL {
             force(Some(level));
             for (kind, bound) in [(Kind::Float, 1e-5), (Kind::Double, 1e-12), (Kind::BFloat16, 2e-2)] {
+                // `by` is the index of the divisor, and H has n streams of width d in 2·rows places.
                 for (by, rows, n, d, is_written) in
                     [(0, 1, 1, 1, true), (0, 3, 4, 33, true), (1, 400, 4, 32, true), (1, 7, 2, 65, false)]
                 {
@@ -151,6 +154,7 @@ mod tests {
                         random(&[2, rows, n + 3], kind),
                     ];
                     type Form = fn(&Tensor, [&Tensor; 3], Divisor, f64) -> Result<JointRead>;
+                    // Returns the gradients of all inputs, then the results; in f64 if `is_exact`.
                     let run = |is_exact: bool, form: Form| {
                         let leaf = |t: &Tensor| {
                             if is_exact { t.to_kind(Kind::Double) } else { t.copy() }.set_requires_grad(true)

@@ -126,6 +126,7 @@ impl Differentiable for FlatLinear {
         true
     }
 
+    /// Returns y = x Wᵀ + b; the only input is x.
     fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
         Ok(vec![self.value(&inputs[0])?])
     }

@@ -261,7 +261,8 @@ impl Norm for BuiltCompositeNorm {
         operator::own_norm(self.own, x, weight.as_ref(), &self.given)
     }
 
-    /// A model's residual stream is never in 16 bits, so the row kernels can compute this norm.
+    /// Returns the norm with row kernels, if it has some. They may replace the composite operator here, because a
+    /// model's residual stream is never in 16 bits.
     fn row(&self) -> Result<Option<StepNorm<'_>>> {
         let bind = |kernels| Ok(StepNorm::Owned(self.affine.bind(RowNormOp::of(kernels), self.eps)?));
         self.own.rows.map(bind).transpose()

@@ -173,6 +173,7 @@ impl Packed {
 }
 
 impl HostBatch for Packed {
+    /// Returns the tensors that move to a device; the offsets and lengths stay on the host.
     fn tensors(&mut self) -> Vec<&mut Tensor> {
         let Packed { tokens, positions, real, spare, .. } = self;
         [tokens, positions].into_iter().chain(real).chain(spare).collect()

@@ -73,6 +73,7 @@ impl Parameters {
         Ok(refused)
     }
 
+    /// Returns all parameters in the order of their declaration, without names.
     pub fn tensors(&self) -> &[Tensor] {
         &self.tensors
     }

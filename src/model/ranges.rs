@@ -168,6 +168,7 @@ impl Ranges {
         Ok(padded.map(|padded| padded.to(table.device())).transpose()?.map(Rc::new))
     }
 
+    /// Returns the same ranges, which share the tensors.
     pub fn shallow_clone(&self) -> Self {
         match self {
             Ranges::Packed(table) => Ranges::Packed(table.shallow_clone()),
@@ -251,6 +252,7 @@ impl Places {
         }
     }
 
+    /// Returns the tensors that move to a device.
     fn tensors(&mut self) -> [&mut Tensor; 3] {
         [&mut self.rows, &mut self.places, &mut self.absent]
     }

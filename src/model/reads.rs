@@ -120,6 +120,7 @@ impl Reads {
 mod tests {
     use super::*;
 
+    /// Returns the rows of each query.
     fn lists(reads: &Reads) -> Vec<Vec<u32>> {
         (0..reads.queries()).map(|i| reads.of(i).to_vec()).collect()
     }

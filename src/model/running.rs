@@ -89,6 +89,8 @@ fn buffers_of(spec: &Spec, b: &mut Builder, given: &NormArgs) -> Result<Vec<Tens
 }
 
 impl Norm for BuiltColumnNorm {
+    /// Normalises each column of x by statistics over the rows. Training also updates the running statistics. If the
+    /// norm has groups, each row is first scaled in groups.
     fn forward(&self, x: &Tensor, rows: &RowContext) -> Result<Tensor> {
         let BuiltColumnNorm { operator, first, second, iters, options, .. } = self;
         let scaled = if self.groups > 0 { group_scaling(x, self.groups)? } else { x.shallow_clone() };
@@ -197,6 +199,7 @@ impl BuiltBlendedNorm {
 }
 
 impl Norm for BuiltBlendedNorm {
+    /// Returns N(x) + η⊙x. In training, a norm that fades in returns λ·R(x) + (1−λ)·(N(x) + η⊙x), with the row norm R.
     fn forward(&self, x: &Tensor, rows: &RowContext) -> Result<Tensor> {
         let wide = accumulate(x)?;
         let padding = rows.pad_mask.map(|mask| mask.f_unsqueeze(-1)).transpose()?;

@@ -64,8 +64,8 @@ impl Differentiable for SinkAttention {
         true
     }
 
+    /// Returns O = s·O₀ for the inputs Q, K, V and b, where O₀ is attention without sinks and s = σ(lse − b).
     fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
-        // O = s·O₀ with s = σ(lse − b), from the result O₀ of attention without sinks.
         let [q, k, v, sinks] = &inputs[..] else { unreachable!("queries, keys, values and sinks") };
         let kind = accumulation(q.kind());
         let without_sinks = Tensor::f_empty(q.size().as_slice(), (q.kind(), q.device()))?;
@@ -78,6 +78,7 @@ impl Differentiable for SinkAttention {
         Ok(vec![out])
     }
 
+    /// Returns the gradients of Q, K, V and b from dO; all are `None` if O has no gradient.
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         let (Some(dout), Some([lse, out])) = (&gradients[0], self.kept.get()) else {
             return Ok((0..4).map(|_| None).collect());

@@ -28,6 +28,7 @@ pub struct Sinusoids {
 }
 
 impl Sinusoids {
+    /// Returns sinusoids of this width, without a table yet.
     pub fn new(layout: SinusoidRow, width: i64) -> Self {
         Sinusoids { layout, width, tables: RefCell::default() }
     }

@@ -335,6 +335,7 @@ impl Stack {
     ) -> Result<Streams> {
         let clone = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
         let layer = &self.body.layers[index];
+        // Tensors that the layer leaves unchanged go around it. `others_after` counts the streams beside x after it.
         let (unchanged, others_after) = (layer.keeps(&streams), streams.others.len() + layer.adds());
         let (kept_names, kept): (Vec<String>, Vec<Tensor>) =
             std::mem::take(&mut *ctx.kept_tensors().borrow_mut()).into_iter().unzip();
@@ -345,6 +346,7 @@ impl Stack {
             // Both runs begin at the dropout site of `start`, so that they draw the same masks. `sites` tells the
             // caller at which site they end.
             let (body, sites, start) = (self.body.clone(), sites.clone(), ctx.fork(false));
+            // The closure must own all that it reads, because the backward pass calls it later.
             let (own, across) = (own.shallow_clone(), memory.map(|(_, ranges)| ranges.shallow_clone()));
             let (others, alpha_t) = (streams.others.len(), clone(&streams.alpha_t));
             move |mut inputs: Vec<Tensor>, is_recompute| {

@@ -55,6 +55,7 @@ impl Differentiable for StackedAttention {
         true
     }
 
+    /// Returns the heads' outputs (rows, d) for the input `[q|k|v]`, (rows, 3d).
     fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
         let stacked = &inputs[0];
         let (rows, columns) = stacked.size2()?;
@@ -66,6 +67,7 @@ impl Differentiable for StackedAttention {
         Ok(vec![out])
     }
 
+    /// Returns the gradient of `[q|k|v]`; each third of its columns is written in place.
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         let (Some(dout), Some(lse)) = (&gradients[0], self.lse.get()) else { return Ok(vec![None]) };
         let (dout, gradient) = (dout.f_contiguous()?, inputs[0].f_empty_like()?);

@@ -432,6 +432,7 @@ fn can_be_mixed(scheme: &SchemeRef) -> bool {
 mod tests {
     use super::*;
 
+    /// Returns the name of each layer's scheme in a decoder with this many layers.
     fn names(text: &str, layers: i64) -> Vec<String> {
         let (model, options) = (ModelShape { decoder_layers: layers, ..ModelShape::SMALL }, Options::default());
         let (schemes, place) =
