@@ -74,6 +74,7 @@ multiversion! {
         lse: MatrixMut<E::Acc>,
     ) {
         let (a, mut out, mut lse) = (attention, out, lse);
+        // A head has d columns; in the workspace its rows are padded to whole registers.
         let (d, width) = (a.d_head, a.d_head.next_multiple_of(LANES));
         let scale = E::Acc::from_f64(a.scale);
         assert!(d > 0, "heads of no columns");
@@ -90,6 +91,7 @@ multiversion! {
         let mut maxima = [E::Acc::ZERO; QUERIES];
         for s in sequences {
             for block in blocks(s) {
+                // The number of queries, padded to whole registers.
                 let lanes = block.count.next_multiple_of(LANES);
                 mask.draw(a, s, block);
                 for head in 0..a.heads {
@@ -147,6 +149,7 @@ multiversion! {
         dv: MatrixMut<E>,
     ) {
         let (a, mut dq, mut dk, mut dv) = (attention, dq, dk, dv);
+        // A head has d columns; in the workspace its rows are padded to whole registers.
         let (d, width) = (a.d_head, a.d_head.next_multiple_of(LANES));
         let (one, scale, lowest) = (E::Acc::ONE, E::Acc::from_f64(a.scale), E::Acc::from_f64(f64::NEG_INFINITY));
         assert!(d > 0, "heads of no columns");
@@ -166,6 +169,7 @@ multiversion! {
             dkeys[..a.heads * per_head].fill(E::Acc::ZERO);
             dvalues[..a.heads * per_head].fill(E::Acc::ZERO);
             for block in blocks(s) {
+                // The number of queries, padded to whole registers.
                 let lanes = block.count.next_multiple_of(LANES);
                 let first = s.q_start + block.first;
                 mask.draw(a, s, block);
@@ -192,9 +196,9 @@ multiversion! {
                     mask.prepare(a, head, s.k_len, block.count, lanes);
                     mask.apply(a, &mut ds[..s.k_len * lanes]);
                     let shares = shares.map(|shares| {
-                        let mut of_block = [one; QUERIES];
-                        (0..block.count).for_each(|i| of_block[i] = shares.row(first + i, head, 1)[0]);
-                        of_block
+                        let mut block_shares = [one; QUERIES];
+                        (0..block.count).for_each(|i| block_shares[i] = shares.row(first + i, head, 1)[0]);
+                        block_shares
                     });
                     let (weights, dweights) = (&mut p[..s.k_len * lanes], &mut ds[..s.k_len * lanes]);
                     score_gradients(weights, dweights, lanes, &log_sums[..block.count], shares.as_ref());
@@ -217,9 +221,9 @@ multiversion! {
             }
             for j in 0..s.k_len {
                 for head in 0..a.heads {
-                    let at = head * per_head + j * width;
-                    store(&dkeys[at..][..d], dk.row(s.k_start + j, head * d, d));
-                    store(&dvalues[at..][..d], dv.row(s.k_start + j, head * d, d));
+                    let start = head * per_head + j * width;
+                    store(&dkeys[start..][..d], dk.row(s.k_start + j, head * d, d));
+                    store(&dvalues[start..][..d], dv.row(s.k_start + j, head * d, d));
                 }
             }
         }
@@ -229,6 +233,7 @@ multiversion! {
 /// A block of consecutive queries in a sequence.
 #[derive(Clone, Copy)]
 struct Block {
+    /// The first query's index in its sequence.
     first: usize,
     count: usize,
 }
@@ -257,6 +262,7 @@ struct Sizes {
 }
 
 impl Sizes {
+    /// Returns the largest of each size that the sequences need.
     fn of(a: &ScaledDotProduct, sequences: &[Sequence]) -> Self {
         let mut sizes = Sizes { queries: 0, keys: 0, scores: 0, random: 0 };
         for s in sequences {

@@ -62,6 +62,7 @@ pub struct ColumnOptions {
     pub warmup: i64,
     /// The processes whose batches form one batch; `None` means this process alone.
     pub ranks: Option<&'static dyn Ranks>,
+    /// True in training, when the running statistics are updated.
     pub train: bool,
     /// True for the variant of PowerNorm that its authors released.
     pub release: bool,

@@ -70,8 +70,8 @@ pub struct Targets<'a> {
     pub ignore: i64,
 }
 
-/// Computes loss and −log p_t of every row. `lse` receives log Σ_{v∈V_t} exp z_v as two numbers, m = max z and Σ
-/// exp(z − m). All results are 0 for ignored rows.
+/// Computes `loss` and `nll` = −log p_t of every row of `cols` logits. `lse` receives log Σ_{v∈V_t} exp z_v as two
+/// numbers, m = max z and Σ exp(z − m). All results are 0 for ignored rows.
 ///
 /// `mask` has a byte per column, 1 in V_t; if it is empty, V_t contains all columns. If a target is neither ignored
 /// nor in V_t, nothing is written, and `Err` holds the first such row.
@@ -112,8 +112,8 @@ pub fn backward<E: Element>(
     Ok(())
 }
 
-/// Computes loss and −log p_t of every row, and overwrites the logits with `scale`·∂loss/∂z. The mask and the error
-/// are as in [`forward`].
+/// Computes `loss` and `nll` = −log p_t of every row, and overwrites the logits with `scale`·∂loss/∂z. The mask and the
+/// error are as in [`forward`].
 ///
 /// This is for training: it computes one exponential per logit instead of two. Call it on blocks of rows that are still
 /// in the cache.
@@ -138,7 +138,9 @@ pub fn in_place<E: Element>(
 /// The size of V_t, and for each column 1 inside V_t, else 0. The ones and zeros have the accumulation type, because
 /// AVX2's loops would not vectorise with bytes.
 struct VocabularyMask<A> {
+    /// One or zero for each column, in blocks of [`B`].
     keep: Vec<Lanes<A>>,
+    /// The size |V_t|.
     size: usize,
 }
 
@@ -246,7 +248,7 @@ multiversion! {
             let sums = softmax::<S, E>(z, z[target].load(), vocabulary, scratch);
             (loss[r], nll[r]) = sums.losses(vocabulary.size, smoothing);
             let mut weights = Weights::new(smoothing, vocabulary.size, scale);
-            // See `backward_rows`.
+            // The coefficient takes the divisor of p_v = exp(z_v − max)/Σ, which is the same for all columns.
             weights.all = weights.all / sums.exp;
             gradient_from_exp(scratch, weights, z);
             z[target] = E::store(weights.of_target(scratch[target / B].0[target % B]));
@@ -263,6 +265,8 @@ struct Weights<A> {
 }
 
 impl<A: Accumulator> Weights<A> {
+    /// Returns `scale` times the coefficients of ∂loss/∂z; `size` is |V_t|. The caller divides `all` by Σ exp(z − max
+    /// z).
     #[inline(always)]
     fn new(smoothing: Smoothing, size: usize, scale: A) -> Self {
         let Smoothing { nll, uniform } = smoothing;
@@ -285,12 +289,14 @@ impl<A: Accumulator> Weights<A> {
 struct LogitSums<A> {
     target: A,
     max: A,
+    /// Σ exp(z − m).
     exp: A,
+    /// Σ(z − z_t).
     above: A,
 }
 
 impl<A: Accumulator> LogitSums<A> {
-    /// Returns loss and −log p_t.
+    /// Returns loss and −log p_t; `size` is |V_t|.
     #[inline(always)]
     fn losses(&self, size: usize, smoothing: Smoothing) -> (A, A) {
         let exact = (self.max.to_f64() - self.target.to_f64()) + self.exp.to_f64().ln();
@@ -307,8 +313,8 @@ impl<A: Accumulator> LogitSums<A> {
     }
 }
 
-/// Copies the row to `w`, with −∞ outside V_t. Returns max z (undefined if there is a NaN) and Σ(z − target) over
-/// V_t.
+/// Copies the row to the workspace `w`, with −∞ outside V_t. Returns max z (undefined if there is a NaN) and
+/// Σ(z − target) over V_t, where `target` is the target's logit.
 #[inline(always)]
 fn select<E: Element>(z: &[E], target: E::Acc, keep: &[Lanes<E::Acc>], w: &mut [Lanes<E::Acc>]) -> (E::Acc, E::Acc) {
     let lowest = E::Acc::from_f64(f64::NEG_INFINITY);
@@ -324,8 +330,8 @@ fn select<E: Element>(z: &[E], target: E::Acc, keep: &[Lanes<E::Acc>], w: &mut [
         let (w, k) = (quarters(w), quarters(k));
         for l in 0..B / 4 {
             most.0[l] = w[0][l].max(w[1][l]).max(w[2][l].max(w[3][l])).max(most.0[l]);
-            let kept = |q: usize| if k[q][l] != zero { w[q][l] - target } else { zero };
-            total.0[l] += (kept(0) + kept(1)) + (kept(2) + kept(3));
+            let distance = |q: usize| if k[q][l] != zero { w[q][l] - target } else { zero };
+            total.0[l] += (distance(0) + distance(1)) + (distance(2) + distance(3));
         }
     }
     (max(most.0), sum(total.0))
@@ -337,7 +343,7 @@ fn quarters<A>(x: &[A; B]) -> &[[A; B / 4]; 4] {
     x.as_chunks().0.try_into().expect("B is four quarters")
 }
 
-/// Replaces w by exp(w − max), and returns the sum.
+/// Replaces each w by exp(w − max), and returns the sum.
 #[inline(always)]
 fn exponentials<A: Accumulator, S: Isa>(max: A, w: &mut [Lanes<A>]) -> A {
     let mut total = Lanes([A::ZERO; B / 4]);
@@ -366,7 +372,8 @@ fn softmax<S: Isa, E: Element>(
     LogitSums { target, max, exp, above }
 }
 
-/// Computes dz from the exponentials. Columns outside V_t have the exponential 0, and get the gradient 0.
+/// Computes dz from the exponentials `e` and the coefficients `w`. Columns outside V_t have the exponential 0, and get
+/// the gradient 0.
 #[inline(always)]
 fn gradient_from_exp<E: Element>(e: &[Lanes<E::Acc>], w: Weights<E::Acc>, dz: &mut [E]) {
     for (dz, Lanes(e)) in dz.chunks_mut(B).zip(e) {

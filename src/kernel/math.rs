@@ -98,7 +98,7 @@ pub fn tanh<A: Accumulator, S: Isa>(z: A) -> (A, A) {
 #[inline(always)]
 fn tanh_f32<S: Isa>(z: f32) -> (f32, f32) {
     let size = z.abs();
-    // The comparison is written so that a NaN fails it and stays a NaN.
+    // `reduced` needs at least −88. The comparison is written so that a NaN fails it and stays a NaN.
     let x = if size > 44.0 { -88.0 } else { -2.0 * size };
     let (p, r, scale) = reduced::<S>(x);
     // With exp x = scale·(1 + r·p): m = exp x − 1, without cancellation near 0, and e = exp x.
@@ -183,6 +183,7 @@ mod tests {
     use super::*;
     use crate::cpu::pack::{Baseline, Portable};
 
+    /// An instruction set with fused multiply-add, whatever the processor has: `mul_add` then calls the library.
     struct Fused;
     impl Isa for Fused {
         const FUSED: bool = true;
@@ -190,8 +191,10 @@ mod tests {
         type F32 = Portable<f32>;
     }
 
+    /// Returns the error of `got` = exp x in units in the last place.
     fn ulps(x: f32, got: f32) -> f64 {
         let want = (x as f64).exp();
+        // The exponent's bits alone are the power of two below the number.
         let unit = (want as f32).to_bits() & 0x7f80_0000;
         (got as f64 - want).abs() / (f32::from_bits(unit) as f64 * f32::EPSILON as f64)
     }
@@ -223,7 +226,8 @@ mod tests {
         assert_eq!(exp::<f64, Fused>(1.5), 1.5f64.exp());
     }
 
-    /// Checks a curve and its slope in f32 against f64 on two million numbers in [−12, 12] and near 0.
+    /// Checks a curve and its slope in f32 against f64 on two million numbers in [−12, 12] and near 0. The curve may be
+    /// off by `ulp` units in the last place, the slope by `error`.
     fn check_curve(curve: [fn(f32) -> (f32, f32); 2], exact: fn(f64) -> (f64, f64), ulp: f64, error: f64) {
         let ulps = |got: f32, want: f64| {
             let unit = f32::from_bits((want as f32).to_bits() & 0x7f80_0000) as f64 * f32::EPSILON as f64;

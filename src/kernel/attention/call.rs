@@ -53,6 +53,7 @@ impl AttentionViews {
         sequences(unsafe { self.ranges.slice::<i64>() }, [self.q.rows, self.k.rows], keys_too)
     }
 
+    /// Returns the settings in the form that kernels take.
     fn attention(&self) -> ScaledDotProduct {
         let Settings { heads, causal, scale, draw } = self.settings;
         let heads = heads as usize;
@@ -69,12 +70,12 @@ pub(super) fn sequences(ranges: &[i64], [q_rows, k_rows]: [i64; 2], keys_too: bo
     let mut sequences = memory::reserved(ranges.len() / 4);
     for (i, r) in ranges.chunks_exact(4).enumerate() {
         let (q_start, q_len, k_start, k_len) = (r[0], r[1], r[2], r[3]);
-        let bad = |why: String| Err(Error::Torch(format!("attention: range {i} {r:?} {why}")));
+        let refuse = |why: String| Err(Error::Torch(format!("attention: range {i} {r:?} {why}")));
         if r.iter().any(|v| *v < 0) || beyond(q_start, q_len, q_rows) || beyond(k_start, k_len, k_rows) {
-            return bad(format!("lies outside the {q_rows} query and {k_rows} key rows"));
+            return refuse(format!("lies outside the {q_rows} query and {k_rows} key rows"));
         }
         if q_start < q_end || keys_too && k_start < k_end {
-            return bad("overlaps one before it: ranges must be in order and disjoint".to_string());
+            return refuse("overlaps one before it: ranges must be in order and disjoint".to_string());
         }
         (q_end, k_end) = (q_start + q_len, k_start + k_len);
         let [q_start, q_len, k_start, k_len] = [q_start, q_len, k_start, k_len].map(|v| v as usize);
@@ -83,12 +84,16 @@ pub(super) fn sequences(ranges: &[i64], [q_rows, k_rows]: [i64; 2], keys_too: bo
     Ok(sequences)
 }
 
+/// Returns the view as a matrix to read.
+///
 /// # Safety
 /// The view is of E, and lives as long as the matrix is used.
 unsafe fn matrix<'a, E>(v: &View) -> Matrix<'a, E> {
     Matrix { data: v.slice(), stride: v.stride as usize }
 }
 
+/// Returns the view as a matrix to write.
+///
 /// # Safety
 /// The conditions of [`matrix`] hold, the tensor is fresh, and each thread uses only the rows of its own sequences.
 unsafe fn matrix_mut<E>(v: &View) -> MatrixMut<E> {
@@ -102,7 +107,9 @@ fn grain(sequences: &[Sequence]) -> usize {
     (128 * sequences.len() / rows.max(1)).max(1)
 }
 
+/// Runs [`forward`] for the storage type E of q, k and v; threads share the sequences.
 fn forward_typed<E: Element>(a: &AttentionViews, out: &View, lse: &View) -> Result<()> {
+    // Keys are only read, so sequences may share them.
     let (attention, sequences) = (a.attention(), a.sequences(false)?);
     // SAFETY: the operator's declaration guarantees dtypes and widths; out and lse are fresh, and sequences have
     // disjoint query rows.
@@ -121,6 +128,7 @@ fn forward_typed<E: Element>(a: &AttentionViews, out: &View, lse: &View) -> Resu
     Ok(())
 }
 
+/// Runs [`backward`] for the storage type E of q, k and v; threads share the sequences.
 fn backward_typed<E: Element>(
     a: &AttentionViews,
     dout: &View,
@@ -128,6 +136,7 @@ fn backward_typed<E: Element>(
     shares: Option<&View>,
     [dq, dk, dv]: &[View; 3],
 ) -> Result<()> {
+    // Gradients of keys are written, so sequences must not share keys.
     let (attention, sequences) = (a.attention(), a.sequences(true)?);
     // SAFETY: see `forward_typed`; dq, dk and dv are fresh, and sequences have disjoint key rows too.
     unsafe {

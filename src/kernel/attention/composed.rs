@@ -21,6 +21,7 @@ impl Extras<'_> {
     /// A plain softmax.
     pub const NONE: Extras<'static> = Extras { softcap: None, sinks: None };
 
+    /// True if the softmax is a plain one.
     pub fn are_none(&self) -> bool {
         self.softcap.is_none() && self.sinks.is_none()
     }
@@ -47,14 +48,15 @@ impl Extras<'_> {
     }
 }
 
-/// Computes `out` for sentences padded to the longest. `draw` returns dropout's factors for a number of rows and
-/// columns; the dropout in `a` is used by kernels only.
+/// Computes the attention of q (rows, heads·d_head) to k and v, as the kernel does, for sentences padded to the
+/// longest. `ranges` is as in [`AttentionViews`](super::call::AttentionViews). `draw` returns dropout's factors for a
+/// number of rows and columns; the dropout in `settings` is used by kernels only.
 pub fn composed(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
     ranges: &Tensor,
-    a: &Settings,
+    settings: &Settings,
     extras: &Extras,
     draw: impl FnOnce(i64, i64) -> Result<Option<Tensor>>,
 ) -> Result<Tensor> {
@@ -84,28 +86,30 @@ pub fn composed(
     let mut visible = memory::reserved::<bool>(n.saturating_mul(q_len).saturating_mul(k_len));
     visible.extend(sequences.iter().flat_map(|s| {
         // Causal: key j is visible if j ≤ i + k_len − q_len, here without negative numbers.
-        let past = move |i: usize, j: usize| j + s.q_len <= i + s.k_len;
-        (0..q_len).flat_map(move |i| (0..k_len).map(move |j| j < s.k_len && (!a.causal || past(i, j))))
+        let is_past = move |i: usize, j: usize| j + s.q_len <= i + s.k_len;
+        (0..q_len).flat_map(move |i| (0..k_len).map(move |j| j < s.k_len && (!settings.causal || is_past(i, j))))
     }));
     // The indices of real queries among the n·q_len padded positions.
     let mut real = memory::reserved::<i64>(sequences.iter().map(|s| s.q_len).sum());
     real.extend(sequences.iter().enumerate().flat_map(|(i, s)| (0..s.q_len).map(move |t| (i * q_len + t) as i64)));
     let (n, q_len, k_len) = (n as i64, q_len as i64, k_len as i64);
     let visible = Tensor::f_from_slice(&visible)?.f_reshape([n, 1, q_len, k_len].as_slice())?.f_to_device(device)?;
-    let heads = |t: &Tensor, rows: &Tensor, len: i64| -> Result<Tensor> {
+    // Gathers the rows of each sequence, and splits them into heads: (n, heads, len, d_head).
+    let split_heads = |t: &Tensor, rows: &Tensor, len: i64| -> Result<Tensor> {
         let t = t.f_to_kind(kind)?.f_index_select(0, rows)?;
-        Ok(t.f_reshape([n, len, a.heads, -1].as_slice())?.f_transpose(1, 2)?) // (n, heads, len, d_head)
+        Ok(t.f_reshape([n, len, settings.heads, -1].as_slice())?.f_transpose(1, 2)?)
     };
-    let (qh, kh, vh) = (heads(q, &q_rows, q_len)?, heads(k, &k_rows, k_len)?, heads(v, &k_rows, k_len)?);
-    let scores = qh.f_matmul(&kh.f_transpose(-2, -1)?)?.f_mul_scalar(a.scale)?;
+    let qh = split_heads(q, &q_rows, q_len)?;
+    let (kh, vh) = (split_heads(k, &k_rows, k_len)?, split_heads(v, &k_rows, k_len)?);
+    let scores = qh.f_matmul(&kh.f_transpose(-2, -1)?)?.f_mul_scalar(settings.scale)?;
     let hidden = visible.f_logical_not()?;
     let mut weights = extras.softmax(&scores, &hidden)?.f_masked_fill(&hidden, 0.0)?;
     // Dropout's element is (query row·heads + head, key), as in the kernel, so both drop the same weights.
-    if let Some(all) = draw(q.size()[0] * a.heads, k_len)? {
-        let all = all.f_to_kind(kind)?.f_to_device(device)?.f_reshape([q.size()[0], a.heads, k_len].as_slice())?;
-        let mask =
-            all.f_index_select(0, &q_rows)?.f_reshape([n, q_len, a.heads, k_len].as_slice())?.f_transpose(1, 2)?;
-        weights = weights.f_mul(&mask)?;
+    let (rows, heads) = (q.size()[0], settings.heads);
+    if let Some(factors) = draw(rows * heads, k_len)? {
+        let factors = factors.f_to_kind(kind)?.f_to_device(device)?.f_reshape([rows, heads, k_len].as_slice())?;
+        let factors = factors.f_index_select(0, &q_rows)?.f_reshape([n, q_len, heads, k_len].as_slice())?;
+        weights = weights.f_mul(&factors.f_transpose(1, 2)?)?;
     }
     let out = weights.f_matmul(&vh)?.f_transpose(1, 2)?.f_reshape([n * q_len, -1].as_slice())?; // (n·q_len, d)
     let real = Tensor::f_from_slice(&real)?.f_to_device(device)?;

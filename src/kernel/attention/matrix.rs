@@ -62,8 +62,8 @@ fn each<T: Copy, A: Accumulator>(x: [T; LANES], f: impl Fn(T) -> A) -> [A; LANES
     y
 }
 
-/// Copies one head's columns (`d`, from `column` on) of some rows to `to`, widened and multiplied by `scale`. Rows of
-/// `to` are `width` apart; their padding is not written.
+/// Copies one head's `d` columns, from `column` on, of `rows` rows, from row `first` on, to `to`, widened and
+/// multiplied by `scale`. Rows of `to` are `width` apart; their padding is not written.
 #[inline(always)]
 pub(super) fn load<E: Element>(
     from: &Matrix<E>,
@@ -87,8 +87,9 @@ pub(super) fn load<E: Element>(
     }
 }
 
-/// Transposes: copies the columns of `from`, whose rows are `width` apart, to the rows of `to`, which are `lanes`
-/// apart. It works in blocks of four, so up to three more rows and columns are read and written.
+/// Transposes a matrix (rows, columns): copies the columns of `from`, whose rows are `width` apart, to the rows of
+/// `to`, which are `lanes` apart. It works in blocks of four, so up to three more rows and columns are read and
+/// written.
 #[inline(always)]
 pub(super) fn transpose<A: Accumulator>(
     from: &[A],
@@ -112,6 +113,7 @@ pub(super) fn transpose<A: Accumulator>(
                 unsafe {
                     let from = from.as_ptr().cast::<f32>().add(i * width + c);
                     let to = to.as_mut_ptr().cast::<f32>().add(c * lanes + i);
+                    // The macro transposes four registers, each with four numbers of a row, in place.
                     let mut x = [0, 1, 2, 3].map(|r| _mm_loadu_ps(from.add(r * width)));
                     let [a, b, c, d] = &mut x;
                     _MM_TRANSPOSE4_PS(a, b, c, d);
@@ -131,6 +133,7 @@ pub(super) fn transpose<A: Accumulator>(
     }
 }
 
+/// Rounds numbers to the storage type E and writes them to `to`.
 #[inline(always)]
 pub(super) fn store<E: Element>(from: &[E::Acc], to: &mut [E]) {
     for (to, x) in to.iter_mut().zip(from) {

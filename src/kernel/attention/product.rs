@@ -62,9 +62,9 @@ fn tiles<A: Accumulator, S: Isa>(
             for p in 0..k {
                 let b: &[A; LANES] = b[p * ldb + j..].first_chunk().unwrap();
                 for (r, tile) in tile.iter_mut().enumerate() {
-                    let x = a[(i + r) * strides[0] + p * strides[1]];
+                    let factor = a[(i + r) * strides[0] + p * strides[1]];
                     for l in 0..LANES {
-                        tile[l] = mul_add::<A, S>(x, b[l], tile[l]);
+                        tile[l] = mul_add::<A, S>(factor, b[l], tile[l]);
                     }
                 }
             }
@@ -107,8 +107,8 @@ unsafe fn avx512_f32(
                 }
             }
             for (r, tile) in tile.into_iter().enumerate() {
-                let at = c.add((i + r) * ldc + j);
-                _mm512_storeu_ps(at, if add { _mm512_add_ps(_mm512_loadu_ps(at), tile) } else { tile });
+                let to = c.add((i + r) * ldc + j);
+                _mm512_storeu_ps(to, if add { _mm512_add_ps(_mm512_loadu_ps(to), tile) } else { tile });
             }
         }
     }

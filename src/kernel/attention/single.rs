@@ -34,13 +34,16 @@ struct Heads {
     count: usize,
     /// The number of query heads that share a head of keys.
     shared: usize,
+    /// The number of columns of a head.
     d: usize,
+    /// The factor of the scores.
     scale: f64,
+    /// The softcap c: scores s become c·tanh(s/c).
     softcap: Option<f64>,
 }
 
 multiversion! {
-    /// Writes the outputs of a range of queries.
+    /// Writes the outputs of a range of queries to their rows of `out`. `sinks` has a logit per head.
     fn forward[isa S][E: Element](
         heads: Heads,
         queries: Range<usize>,
@@ -62,10 +65,10 @@ multiversion! {
             let lanes = (rows.len() + sink_count).next_multiple_of(LANES);
             for head in 0..count {
                 // The first column of the head of keys that this query head shares.
-                let from = head / shared * d;
+                let column = head / shared * d;
                 let query = q.row(i, head * d, d);
                 for (score, row) in scores.iter_mut().zip(rows) {
-                    *score = dot::<E, S>(query, k.row(*row as usize, from, d)) * scale;
+                    *score = dot::<E, S>(query, k.row(*row as usize, column, d)) * scale;
                 }
                 if let Some(c) = softcap.map(E::Acc::from_f64) {
                     scores[..rows.len()].iter_mut().for_each(|s| *s = tanh::<E::Acc, S>(*s / c).0 * c);
@@ -78,7 +81,7 @@ multiversion! {
                 let total = softmax::<E::Acc, S>(&mut scores[..lanes]);
                 // The total is 0 if the query reads no key; then its output is 0.
                 let factor = if total == E::Acc::ZERO { E::Acc::ZERO } else { E::Acc::ONE / total };
-                write_weighted_sum::<E, S>(&scores, rows, &v, from, factor, out.row(i, head * d, d));
+                write_weighted_sum::<E, S>(&scores, rows, &v, column, factor, out.row(i, head * d, d));
             }
         }
     }
@@ -125,13 +128,14 @@ fn softmax<A: Accumulator, S: Isa>(scores: &mut [A]) -> A {
     sum(totals)
 }
 
-/// Computes out ← factor·Σ_j w_j v_j over one head's columns.
+/// Computes out ← factor·Σ_j w_j v_j for one head. `rows` are the indices of the v_j, and the head's columns in `v`
+/// begin at `column`.
 #[inline(always)]
 fn write_weighted_sum<E: Element, S: Isa>(
     weights: &[E::Acc],
     rows: &[u32],
     v: &Matrix<E>,
-    from: usize,
+    column: usize,
     factor: E::Acc,
     out: &mut [E],
 ) {
@@ -140,7 +144,7 @@ fn write_weighted_sum<E: Element, S: Isa>(
     for (b, out) in blocks.iter_mut().enumerate() {
         let mut total = [Of::<E::Acc, S>::zero(); 2];
         for (w, row) in weights.iter().zip(rows) {
-            let v = v.row(*row as usize, from + b * 2 * WIDTH, 2 * WIDTH);
+            let v = v.row(*row as usize, column + b * 2 * WIDTH, 2 * WIDTH);
             let v = Of::<E::Acc, S>::pair(v.first_chunk().expect("a row of this length"));
             let w = Of::<E::Acc, S>::splat(*w);
             total = [w.mul_add(v[0], total[0]), w.mul_add(v[1], total[1])];
@@ -151,7 +155,7 @@ fn write_weighted_sum<E: Element, S: Isa>(
     for (c, out) in rest.iter_mut().enumerate() {
         let mut total = E::Acc::ZERO;
         for (w, row) in weights.iter().zip(rows) {
-            total += *w * v.row(*row as usize, from + done + c, 1)[0].load();
+            total += *w * v.row(*row as usize, column + done + c, 1)[0].load();
         }
         *out = E::store(total * factor);
     }
@@ -210,9 +214,11 @@ mod tests {
     use crate::kernel::dropout::Draw;
     use tch::{Device, Kind};
 
+    /// The rows of five queries in [`rows`]; the second query reads none.
     const OFFSETS: [usize; 6] = [0, 3, 3, 20, 21, 24];
     const KEYS: i64 = 13;
 
+    /// Returns the indices of the keys that all queries read, one query after the other.
     fn rows() -> Vec<u32> {
         (0..OFFSETS[5]).map(|i| (i * 7 % KEYS as usize) as u32).collect()
     }
@@ -221,10 +227,11 @@ mod tests {
     fn gathered([q, k, v]: [&Tensor; 3], heads: i64, scale: f64, extras: &Extras) -> Tensor {
         let index = Tensor::from_slice(&rows().iter().map(|row| i64::from(*row)).collect::<Vec<_>>());
         let d = q.size()[1] / heads;
-        let all = |t: &Tensor| {
-            let (apart, shared) = (t.index_select(0, &index).unflatten(1, [-1, d]), heads / (t.size()[1] / d));
-            apart.repeat_interleave_self_int(shared, 1, None).flatten(1, 2)
+        let gather = |t: &Tensor| {
+            let (by_head, shared) = (t.index_select(0, &index).unflatten(1, [-1, d]), heads / (t.size()[1] / d));
+            by_head.repeat_interleave_self_int(shared, 1, None).flatten(1, 2)
         };
+        // Each query is a sentence of its own.
         let ranges: Vec<i64> = OFFSETS
             .windows(2)
             .enumerate()
@@ -232,7 +239,7 @@ mod tests {
             .collect();
         let ranges = Tensor::from_slice(&ranges).reshape([-1, 4]);
         let settings = Settings { heads, causal: false, scale, draw: Draw::NONE };
-        composed(q, &all(k), &all(v), &ranges, &settings, extras, |_, _| Ok(None)).unwrap()
+        composed(q, &gather(k), &gather(v), &ranges, &settings, extras, |_, _| Ok(None)).unwrap()
     }
 
     #[test]
@@ -258,11 +265,11 @@ mod tests {
                     [(None, None), (None, Some(&sinks)), (Some(0.7), Some(&sinks)), (Some(0.7), None)]
                 {
                     let extras = Extras { softcap, sinks };
-                    let found = attention([&q, &k, &v], reads, heads, 0.3, &extras).unwrap();
+                    let out = attention([&q, &k, &v], reads, heads, 0.3, &extras).unwrap();
                     let wanted = gathered([&wide(&q), &wide(&k), &wide(&v)], heads, 0.3, &extras);
-                    assert_eq!((found.kind(), found.size()), (kind, q.size()));
-                    let off = (wide(&found) - wanted).abs().max().double_value(&[]);
-                    assert!(off < bound, "{level:?} {kind:?} {heads} {kv_heads} {d} {extras:?}: {off}");
+                    assert_eq!((out.kind(), out.size()), (kind, q.size()));
+                    let error = (wide(&out) - wanted).abs().max().double_value(&[]);
+                    assert!(error < bound, "{level:?} {kind:?} {heads} {kv_heads} {d} {extras:?}: {error}");
                 }
             }
         }

@@ -5,6 +5,7 @@ use crate::cpu::philox::Stream;
 use crate::cpu::simd::{force, Level};
 use half::{bf16, f16};
 
+/// Returns a number in [−1, 1) that looks random and depends only on i.
 fn noise(i: usize) -> f64 {
     ((i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as f64 / (1 << 23) as f64 - 1.0
 }
@@ -18,16 +19,19 @@ struct Case<E: Element> {
     dout: Vec<E>,
 }
 
+/// The outputs of both passes; `dqkv` has the shape of a case's `qkv`.
 struct Outputs<E: Element> {
     out: Vec<E>,
     lse: Vec<E::Acc>,
     dqkv: Vec<E>,
 }
 
+/// The value of results before a pass, which stays in rows of no sequence.
 const UNTOUCHED: f64 = 42.0;
 
 impl<E: Element> Case<E> {
-    /// Builds a case with sequences of (q_len, k_len), and a row between them that no sequence uses.
+    /// Builds a case with sequences of (q_len, k_len), and a row between them that no sequence uses. `p` is dropout's
+    /// rate; numbers lie in [−size, size).
     fn new(heads: usize, d_head: usize, lengths: &[(usize, usize)], causal: bool, p: f64, size: f64) -> Self {
         let mut rows = 1;
         let mut sequences = vec![];
@@ -47,6 +51,7 @@ impl<E: Element> Case<E> {
         self.attention.heads * self.attention.d_head
     }
 
+    /// Runs the kernel's forward and backward passes.
     fn run(&self) -> Outputs<E> {
         let (a, s, width) = (&self.attention, &self.sequences[..], self.width());
         let [q, k, v] = [0, 1, 2].map(|i| Matrix { data: &self.qkv[i * width..], stride: 3 * width });
@@ -71,13 +76,15 @@ impl<E: Element> Case<E> {
     fn naive(&self) -> Outputs<f64> {
         let a = &self.attention;
         let (d, width) = (a.d_head, self.width());
+        // Column c of q, k or v (part 0, 1 or 2) in a row.
         let x = |row: usize, part: usize, c: usize| self.qkv[(row * 3 + part) * width + c].load().to_f64();
         let mut out = vec![UNTOUCHED; self.rows * width];
         let mut lse = vec![UNTOUCHED; self.rows * a.heads];
         let mut dqkv = vec![UNTOUCHED; self.rows * 3 * width];
         for s in &self.sequences {
-            let clear = |from: &mut Vec<f64>, row: usize, part: usize, parts: usize| {
-                from[(row * parts + part) * width..][..width].fill(0.0)
+            // Zeroes the columns of one part in a row of a matrix with `parts` parts.
+            let clear = |matrix: &mut Vec<f64>, row: usize, part: usize, parts: usize| {
+                matrix[(row * parts + part) * width..][..width].fill(0.0)
             };
             (s.q_start..s.q_start + s.q_len).for_each(|row| clear(&mut out, row, 0, 1));
             (s.q_start..s.q_start + s.q_len).for_each(|row| clear(&mut dqkv, row, 0, 3));
@@ -108,7 +115,7 @@ impl<E: Element> Case<E> {
                     .iter()
                     .map(|j| factor(*j) * (from..from + d).map(|c| dout(c) * x(s.k_start + j, 2, c)).sum::<f64>())
                     .collect();
-                let mean: f64 = p.iter().zip(&dp).map(|(p, dp)| p * dp).sum();
+                let mean: f64 = p.iter().zip(&dp).map(|(p, dp)| p * dp).sum(); // the formula's D
                 for (n, &j) in keys.iter().enumerate() {
                     let (key, ds) = (s.k_start + j, p[n] * (dp[n] - mean));
                     for c in from..from + d {
@@ -151,8 +158,10 @@ impl<E: Element> Case<E> {
     }
 }
 
+/// The (q_len, k_len) of sequences: short, long, and without queries or keys.
 const LENGTHS: [(usize, usize); 9] = [(1, 1), (7, 7), (14, 9), (0, 3), (3, 0), (17, 33), (5, 31), (16, 16), (70, 40)];
 
+/// Compares kernel and definition for many shapes on every level; `unit` is the storage type's rounding.
 fn agree<E: Element>(unit: f64) {
     for level in Level::ALL {
         force(Some(level));
@@ -211,11 +220,11 @@ fn gradients_are_those_of_the_forward() {
     };
     let gradient: Vec<f64> = c.run().dqkv.iter().map(|g| if *g == UNTOUCHED { 0.0 } else { *g }).collect();
     let (x, h) = (c.qkv.clone(), 1e-5);
-    let mut at = |t: f64| {
+    let mut loss_at = |t: f64| {
         c.qkv = x.iter().zip(&gradient).map(|(x, g)| x + t * g).collect();
         loss(&c)
     };
-    let slope = (at(h) - at(-h)) / (2.0 * h);
+    let slope = (loss_at(h) - loss_at(-h)) / (2.0 * h);
     let want: f64 = gradient.iter().map(|g| g * g).sum();
     assert!((slope / want - 1.0).abs() < 1e-6, "{slope} for {want}");
 }
@@ -227,10 +236,10 @@ fn any_split_of_the_sequences_gives_the_same() {
     let sequences = std::mem::take(&mut c.sequences);
     for s in sequences {
         c.sequences = vec![s];
-        let (one, width) = (c.run(), c.width());
+        let (alone, width) = (c.run(), c.width());
         for row in s.q_start..s.q_start + s.q_len {
-            assert_eq!(one.out[row * width..][..width], whole.out[row * width..][..width]);
-            assert_eq!(one.dqkv[row * 3 * width..][..width], whole.dqkv[row * 3 * width..][..width]);
+            assert_eq!(alone.out[row * width..][..width], whole.out[row * width..][..width]);
+            assert_eq!(alone.dqkv[row * 3 * width..][..width], whole.dqkv[row * 3 * width..][..width]);
         }
     }
 }

@@ -9,7 +9,7 @@ use crate::cpu::Accumulator;
 use crate::kernel::math::{exp, LANES};
 use crate::multiversion;
 
-/// Sets a score to −∞ if its query does not see its key.
+/// Sets a score to −∞ if its query does not see its key. `scores` has a row of `lanes` queries for each key.
 #[inline(always)]
 pub(super) fn hide<A: Accumulator>(a: &ScaledDotProduct, s: &Sequence, block: Block, scores: &mut [A], lanes: usize) {
     if a.causal {
@@ -30,7 +30,7 @@ multiversion! {
 }
 
 multiversion! {
-    /// Replaces scores by exp(s − lse).
+    /// Replaces scores (a key per row) by the weights exp(s − lse), with an lse per query.
     pub(super) fn weights[isa S][A: Accumulator](scores: &mut [A], lse: &[A]) {
         weights_lanes::<A, S>(scores, lse);
     }
@@ -79,8 +79,8 @@ fn weights_lanes<A: Accumulator, S: Isa>(scores: &mut [A], lse: &[A]) {
 /// Weights are normalised again if |lse| is larger than this: in f32, exp(s − lse) has then lost four bits.
 const LARGE: f64 = 16.0;
 
-/// Replaces dP by dS = P∘(dP − D), where D = Σ P∘dP. If some |lse| is large, P is first scaled to sum to `shares` (1
-/// if `None`).
+/// Replaces dP by dS = P∘(dP − D), where D = Σ P∘dP over a query's keys. If some |lse| is large, P is first scaled to
+/// sum to `shares` (1 if `None`). Matrices have a row of `lanes` queries for each key.
 #[inline(always)]
 pub(super) fn score_gradients<A: Accumulator>(
     p: &mut [A],
@@ -136,6 +136,7 @@ pub(super) struct DropoutFactors<A> {
 }
 
 impl<A: Accumulator> DropoutFactors<A> {
+    /// Allocates the buffers; they are empty without dropout.
     pub(super) fn new(a: &ScaledDotProduct, sizes: &Sizes) -> Self {
         let len = |n| if a.dropout.is_some() { n } else { 0 };
         DropoutFactors {
@@ -184,6 +185,7 @@ impl<A: Accumulator> DropoutFactors<A> {
 }
 
 multiversion! {
+    /// Runs [`philox::fill`], compiled for each instruction set.
     fn fill(stream: &Stream, first_row: usize, rows: usize, cols: usize, out: &mut [u16]) {
         philox::fill(stream, first_row, rows, cols, out);
     }

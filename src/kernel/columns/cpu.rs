@@ -12,6 +12,8 @@ use std::ops::Range;
 use tch::Tensor;
 
 impl ColumnViews {
+    /// Returns the running state, in the call's copies of the buffers.
+    ///
     /// # Safety
     /// The conditions of [`View::slice_mut`] hold: the copies of the buffers belong to the call.
     unsafe fn state<'a>(&self) -> State<'a> {
@@ -25,6 +27,7 @@ impl ColumnViews {
     }
 }
 
+/// Converts numbers to the computing type.
 fn as_acc<A: Accumulator>(v: &[f64]) -> Vec<A> {
     memory::collected(v.iter().map(|v| A::from_f64(*v)))
 }
@@ -38,7 +41,8 @@ fn or_ones<A: Accumulator>(weight: &[A], cols: usize) -> Vec<A> {
     }
 }
 
-/// Returns Σd and Σd² with d = x − guess, over all real rows; threads share the work.
+/// Returns Σd and Σd² per column with d = x − guess, over all real rows; threads share the work. If `guess` is empty, d
+/// is x, and Σd is left out.
 fn sums<E: Element>(cols: usize, x: &[E], pad: &[u8], guess: &[E::Acc]) -> (Vec<f64>, Vec<f64>) {
     let (mut sum, mut squares) = (memory::filled(0.0, guess.len()), memory::filled(0.0, cols));
     parallel::sum_over_rows(x.len() / cols.max(1), cols, [&mut sum, &mut squares], |rows, all, [sum, squares]| {
@@ -56,10 +60,12 @@ fn part<'a>(pad: &'a [u8], rows: &Range<usize>) -> &'a [u8] {
     }
 }
 
-/// Measures this process's batch, without the rows that are padding.
+/// Measures this process's batch, without the rows that `pad` marks. With `release` and padding it also takes the mean
+/// square of all rows.
 fn measure<E: Element>(norm: &ColumnNormKernel, cols: usize, x: &[E], pad: &[u8], release: bool) -> BatchStatistics {
     let rows = x.len() / cols.max(1);
     let count = (rows - pad.iter().filter(|v| **v != 0).count()) as f64;
+    // Divides the sums by the number of rows.
     let mean_of = |mut sums: Vec<f64>, n: f64| {
         sums.iter_mut().for_each(|s| *s /= n.max(1.0));
         sums
@@ -80,9 +86,10 @@ fn measure<E: Element>(norm: &ColumnNormKernel, cols: usize, x: &[E], pad: &[u8]
     let guess_pad = part(pad, &guess_rows);
     let guess_x = &x[guess_rows.start * cols..guess_rows.end * cols];
     passes::sums::<E>(cols, guess_x, guess_pad, &zero, &mut sum, &mut squares);
-    let real = guess_rows.len() - guess_pad.iter().filter(|v| **v != 0).count();
-    let guess: Vec<E::Acc> = as_acc(&mean_of(sum, real as f64));
+    let real_rows = guess_rows.len() - guess_pad.iter().filter(|v| **v != 0).count();
+    let guess: Vec<E::Acc> = as_acc(&mean_of(sum, real_rows as f64));
     let (sum, squares) = sums(cols, x, pad, &guess);
+    // The mean is guess + offset, and the variance is mean d² − offset².
     let (offset, square) = (mean_of(sum, count), mean_of(squares, count));
     let variance = square.iter().zip(&offset).map(|(s, m)| {
         let variance = s - m * m;
@@ -108,6 +115,7 @@ fn over_ranks(batch: BatchStatistics, o: &ColumnOptions) -> Result<BatchStatisti
     let counts = [batch.count, batch.rows];
     let sent = memory::collected(counts.iter().chain(&batch.mean).chain(&batch.square).chain(of_all).copied());
     let gathered: Vec<f64> = host("statistics", &ranks.gather(&Tensor::f_from_slice(&sent)?)?)?;
+    // Each rank's counts, and an iterator over its three statistics.
     let batches: Vec<_> = gathered.chunks(sent.len()).map(|r| (r[0], r[1], r[2..].chunks(cols.max(1)))).collect();
     let (count, rows) = batches.iter().fold((0.0, 0.0), |(n, all), (count, rows, _)| (n + count, all + rows));
     let zeros = || memory::filled(0.0, cols);
@@ -169,7 +177,7 @@ pub fn forward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews) -> Result<(
 /// Computes dx and the parameters' gradients, and updates PowerNorm's ν in training.
 pub fn backward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews, d: &ColumnGradients) -> Result<()> {
     let cols = v.stats.cols();
-    // SAFETY: see `forward`.
+    // SAFETY: the conditions of `forward` hold for these tensors.
     let (dy, x, weight, pad, stats_rows) = unsafe {
         (d.dy.slice::<E>(), v.x.slice::<E>(), v.weight.slice::<E::Acc>(), v.pad.slice::<u8>(), v.stats.slice())
     };
@@ -177,6 +185,7 @@ pub fn backward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews, d: &Column
     let (dx, dweight, dbias, mut state) =
         unsafe { (d.dx.slice_mut::<E>(), d.dweight.slice_mut::<E::Acc>(), d.dbias.slice_mut::<E::Acc>(), v.state()) };
     let o = &v.options;
+    // PowerNorm's release mode treats padding as real rows.
     let pad = if o.release { &[] } else { pad };
     let stats = Stats::read::<E::Acc>(stats_rows, cols);
     let (shift, scale) = (as_acc::<E::Acc>(&stats.shift), as_acc::<E::Acc>(&stats.scale));
@@ -206,8 +215,8 @@ pub fn backward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews, d: &Column
     Ok(())
 }
 
-/// Returns p, q and r of dx = p⊙dy − q⊙x̂ − r, and updates PowerNorm's ν in training. With λ = w⊙Σ dy⊙x̂/rows and γ =
-/// mean x̂², the buffer e = ν/(1 − α_b) becomes e + λ − ν·γ.
+/// Returns p, q and r of dx = p⊙dy − q⊙x̂ − r, and updates PowerNorm's ν in training. `sum` is Σ dy, and `sum_x` is
+/// Σ dy⊙x̂. With λ = w⊙Σ dy⊙x̂/rows and γ = mean x̂², the buffer e = ν/(1 − α_b) becomes e + λ − ν·γ.
 fn slopes<A: Accumulator>(
     norm: &ColumnNormKernel,
     stats: &Stats,

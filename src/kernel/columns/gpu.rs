@@ -209,8 +209,8 @@ struct Launcher {
 }
 
 impl Launcher {
-    /// Prepares the launches. The kernels read and write `views` several columns at a time, if alignment allows.
-    /// `measures` is true if slabs need a workspace.
+    /// Prepares the launches for the matrix `v.x`. The kernels read and write `views` several columns at a time, if
+    /// alignment allows. `measures` is true if slabs need a workspace.
     fn of(
         device: Device,
         norm: &'static ColumnNormKernel,
@@ -259,6 +259,8 @@ impl Launcher {
         Grid { blocks: self.cols.div_ceil(32), threads: THREADS }
     }
 
+    /// Launches one of the norm's kernels.
+    ///
     /// # Safety
     /// The same conditions hold as for [`cuda::launch`].
     unsafe fn launch<A>(&self, kernel: &'static str, grid: Grid, arguments: &A) -> Result<()> {
@@ -313,6 +315,7 @@ impl Launcher {
 }
 
 impl DeviceOptions {
+    /// Returns the call's options; `running` is true if evaluation uses the running statistics.
     fn of(v: &ColumnViews) -> Self {
         let o = &v.options;
         let running = !o.train && !v.first.is_absent();
@@ -320,6 +323,7 @@ impl DeviceOptions {
     }
 }
 
+/// The grid of kernels that process all columns in one block.
 const ONE_BLOCK: Grid = Grid { blocks: 1, threads: THREADS };
 
 /// Computes y and its statistics. If the statistics are not given, they come from the batch and the buffers, and the
@@ -401,11 +405,12 @@ pub fn backward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews
     // A slab's partial result is Σdy per column, then Σdy⊙x̂ per column.
     let sums = [(0, &d.dbias), (cols, &d.dweight)];
     let sums = sums.map(|(first, sum)| Output { to: sum.data, first, dtype: sum.dtype });
+    // A null second buffer tells the kernels not to update ν.
     let updates_nu = norm.approximate && v.options.train;
     let second = if updates_nu { v.second.data } else { null_mut() };
     let (weight, alpha_bwd, dx) = (v.weight.data, v.options.alpha_bwd, d.dx.data);
-    let sums_of = GradientSums { dy, x, rows, stats, partial, weight, second, alpha_bwd, dx };
-    let slopes_of = Slopes {
+    let sums_arguments = GradientSums { dy, x, rows, stats, partial, weight, second, alpha_bwd, dx };
+    let slopes_arguments = Slopes {
         sum: d.dbias.data,
         sum_x: d.dweight.data,
         stats,
@@ -420,10 +425,10 @@ pub fn backward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews
     // SAFETY: see `forward`; the gradients are fresh, the workspace has room for every slab, and slopes has three
     // rows.
     unsafe {
-        kernels.launch("columns_gradient_sums", kernels.tiled, &sums_of)?;
+        kernels.launch("columns_gradient_sums", kernels.tiled, &sums_arguments)?;
         // Partial results follow each other without gaps, so their stride is their length.
         sum_partials(device, partial, kernels.slabs as i32, [2 * i64::from(cols); 2], &sums)?;
-        kernels.launch("columns_slopes", ONE_BLOCK, &slopes_of)?;
+        kernels.launch("columns_slopes", ONE_BLOCK, &slopes_arguments)?;
         kernels.launch("columns_gradient", kernels.tiled, &Gradient { dy, x, rows, stats, slopes, dx })
     }
 }

@@ -86,9 +86,10 @@ multiversion! {
     }
 }
 
-/// Adds Σd and Σd² with d = x − guess over a group of rows.
+/// Adds Σd to `sum` and Σd² to `squares` with d = x − guess, over a group of rows.
 #[inline(always)]
 fn add_centred<A: Accumulator>(rows: [&[A]; GROUP], guess: &[A], sum: &mut [A], squares: &mut [A]) {
+    // Slices of one known length let the compiler drop the checks of indices.
     let n = squares.len();
     let (rows, guess, sum) = (rows.map(|r| &r[..n]), &guess[..n], &mut sum[..n]);
     for c in 0..n {
@@ -98,7 +99,7 @@ fn add_centred<A: Accumulator>(rows: [&[A]; GROUP], guess: &[A], sum: &mut [A], 
     }
 }
 
-/// Adds Σx² over a group of rows.
+/// Adds Σx² over a group of rows to `squares`.
 #[inline(always)]
 fn add_squares<A: Accumulator>(rows: [&[A]; GROUP], squares: &mut [A]) {
     let n = squares.len();
@@ -110,7 +111,7 @@ fn add_squares<A: Accumulator>(rows: [&[A]; GROUP], squares: &mut [A]) {
 }
 
 multiversion! {
-    /// Computes y = γ⊙x̂ + β, and 0 at padding.
+    /// Computes y = γ⊙x̂ + β with x̂ = (x − shift)⊙scale, and 0 in rows that `pad` marks.
     pub fn normalise[E: Element](
         cols: usize, x: &[E], pad: &[u8], shift: &[E::Acc], scale: &[E::Acc], weight: &[E::Acc], bias: &[E::Acc],
         y: &mut [E],
@@ -163,7 +164,7 @@ multiversion! {
                 }
                 let dys: [&[E::Acc]; GROUP] =
                     from_fn(|i| if i < n { wide(&dy[group[i] * cols..][..cols], &widened_dy[i]) } else { &*zero });
-                // Missing rows have dy = 0, so any finite x adds nothing. The shift is one, with x̂ = 0.
+                // Missing rows have dy = 0, so any finite x adds nothing. `shift` serves as such an x: its x̂ is 0.
                 let xs: [&[E::Acc]; GROUP] =
                     from_fn(|i| if i < n { wide(&x[group[i] * cols..][..cols], &widened_x[i]) } else { shift });
                 add_gradients(dys, xs, shift, scale, &mut part, &mut part_x);
@@ -176,7 +177,7 @@ multiversion! {
     }
 }
 
-/// Adds Σdy and Σdy⊙x̂ over a group of rows.
+/// Adds Σdy to `sum` and Σdy⊙x̂ to `sum_x`, over a group of rows.
 #[inline(always)]
 fn add_gradients<A: Accumulator>(
     dy: [&[A]; GROUP],
@@ -206,7 +207,7 @@ pub struct GradientCoefficients<'a, A> {
 }
 
 multiversion! {
-    /// Computes dx, and 0 at padding.
+    /// Computes dx with the coefficients `slopes`, and 0 in rows that `pad` marks.
     pub fn gradient[E: Element](
         cols: usize, dy: &[E], x: &[E], pad: &[u8], shift: &[E::Acc], scale: &[E::Acc],
         slopes: GradientCoefficients<E::Acc>, dx: &mut [E],

@@ -56,26 +56,27 @@ pub fn in_place(device: Option<Device>, c: &LossViews, losses: &Losses, scale: &
 }
 
 impl LossViews {
-    /// Runs `rows` on ranges of rows, which threads share. The error names the first row with a wrong target.
-    fn each(
+    /// Calls `work` on ranges of rows, which threads share, with the range, the index range of its logits, its targets
+    /// and the mask. `work` returns the first row with a wrong target, counted in its range; the error names that row.
+    fn over_rows(
         &self,
-        rows: impl Fn(Range<usize>, Range<usize>, Targets, &[u8]) -> std::result::Result<(), usize> + Sync,
+        work: impl Fn(Range<usize>, Range<usize>, Targets, &[u8]) -> std::result::Result<(), usize> + Sync,
     ) -> Result<()> {
         let (n, cols) = (self.logits.rows(), self.logits.cols());
         // SAFETY: the operator's declaration guarantees int64 targets, one per row, and a bool mask, one per column;
         // both are contiguous.
         let (ids, mask) = unsafe { (self.target.slice::<i64>(), self.mask.slice::<u8>()) };
-        let bad = Mutex::new(None::<usize>);
+        let first_wrong = Mutex::new(None::<usize>);
         let ignore = self.ignore_index;
         parallel::over_rows(n, cols, |r, all| {
             let targets = Targets { ids: &ids[r.clone()], ignore };
-            // `row` counts from the beginning of this range; of all ranges' rows the first is reported.
-            if let Err(row) = rows(r.clone(), all, targets, mask) {
-                let mut first = bad.lock().unwrap_or_else(|e| e.into_inner());
+            // Of all ranges' rows the first is reported.
+            if let Err(row) = work(r.clone(), all, targets, mask) {
+                let mut first = first_wrong.lock().unwrap_or_else(|e| e.into_inner());
                 *first = Some(first.map_or(r.start + row, |f| f.min(r.start + row)));
             }
         });
-        match bad.into_inner().unwrap_or_else(|e| e.into_inner()) {
+        match first_wrong.into_inner().unwrap_or_else(|e| e.into_inner()) {
             None => Ok(()),
             Some(row) => Err(Error::Torch(format!(
                 "label_smoothed_cross_entropy: the target of row {row} is {}, which is not in the target vocabulary \
@@ -93,6 +94,7 @@ fn pairs(rows: &Range<usize>) -> Range<usize> {
     2 * rows.start..2 * rows.end
 }
 
+/// Runs [`forward`] on the CPU for the storage type E of the logits.
 fn forward_typed<E: Element>(c: &LossViews, to: &Losses) -> Result<()> {
     let (cols, smoothing) = (c.logits.cols(), c.smoothing);
     // SAFETY: the logits are contiguous and of E. loss, nll and lse are fresh and of the accumulation type, lse with
@@ -101,13 +103,14 @@ fn forward_typed<E: Element>(c: &LossViews, to: &Losses) -> Result<()> {
         let row = |v: &View| Shared::new(v.slice_mut::<E::Acc>());
         (c.logits.slice::<E>(), row(&to.loss), row(&to.nll), row(&to.lse))
     };
-    c.each(|r, all, targets, mask| {
+    c.over_rows(|r, all, targets, mask| {
         // SAFETY: the ranges are disjoint.
         let (loss, nll, lse) = unsafe { (loss.slice(r.clone()), nll.slice(r.clone()), lse.slice(pairs(&r))) };
         forward_rows::<E>(cols, &logits[all], targets, mask, smoothing, loss, nll, lse)
     })
 }
 
+/// Runs [`backward`] on the CPU for the storage type E of the logits.
 fn backward_typed<E: Element>(c: &LossViews, lse: &View, dloss: &View, dlogits: &View) -> Result<()> {
     let (cols, smoothing) = (c.logits.cols(), c.smoothing);
     // SAFETY: see `forward_typed`; dlogits is fresh.
@@ -115,7 +118,7 @@ fn backward_typed<E: Element>(c: &LossViews, lse: &View, dloss: &View, dlogits: 
         let dlogits = Shared::new(dlogits.slice_mut::<E>());
         (c.logits.slice::<E>(), lse.slice::<E::Acc>(), dloss.slice::<E::Acc>(), dlogits)
     };
-    c.each(|r, all, targets, mask| {
+    c.over_rows(|r, all, targets, mask| {
         // SAFETY: the ranges are disjoint.
         let dlogits = unsafe { dlogits.slice(all.clone()) };
         let (lse, dloss) = (&lse[pairs(&r)], &dloss[r.clone()]);
@@ -123,6 +126,7 @@ fn backward_typed<E: Element>(c: &LossViews, lse: &View, dloss: &View, dlogits: 
     })
 }
 
+/// Runs [`in_place`] on the CPU for the storage type E of the logits.
 fn in_place_typed<E: Element>(c: &LossViews, to: &Losses, scale: &View) -> Result<()> {
     let (cols, smoothing) = (c.logits.cols(), c.smoothing);
     // SAFETY: the operator's declaration guarantees that `scale` is one f64.
@@ -132,7 +136,7 @@ fn in_place_typed<E: Element>(c: &LossViews, to: &Losses, scale: &View) -> Resul
         let row = |v: &View| Shared::new(v.slice_mut::<E::Acc>());
         (Shared::new(c.logits.slice_mut::<E>()), row(&to.loss), row(&to.nll))
     };
-    c.each(|r, all, targets, mask| {
+    c.over_rows(|r, all, targets, mask| {
         // SAFETY: the ranges are disjoint.
         let (logits, loss, nll) = unsafe { (logits.slice(all), loss.slice(r.clone()), nll.slice(r.clone())) };
         in_place_rows::<E>(cols, logits, targets, mask, smoothing, scale, loss, nll)
@@ -148,6 +152,7 @@ enum LogitGradient<'a> {
     InPlace(&'a View),
 }
 
+/// The structs of cross_entropy.cu.
 pub const STRUCTS: &[&StructLayout] = &[&Arguments::LAYOUT];
 
 device_struct! {
@@ -169,7 +174,9 @@ device_struct! {
     }
 }
 
+/// Launches the kernel, which computes the losses that are not absent, and the gradient. Each block computes one row.
 fn launch(device: Device, c: &LossViews, losses: &Losses, gradient: LogitGradient) -> Result<()> {
+    // The number of threads of a block.
     const LANES: u32 = 256;
     // `mode` is the number of K_GRADIENT. The gradient in place is written where the logits are.
     let (mode, dloss, dlogits, scale) = match gradient {

@@ -5,7 +5,8 @@ use crate::error::Result;
 use crate::kernel::view::accumulation;
 use tch::{Device, Tensor};
 
-/// Returns (loss, nll).
+/// Returns (loss, −log p_t) of each row of logits (…, classes); both are 0 where `target` is `ignore_index`. `mask` is
+/// true for classes in V_t; `None` means all classes.
 pub fn composed(
     logits: &Tensor,
     target: &Tensor,

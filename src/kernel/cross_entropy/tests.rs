@@ -6,6 +6,7 @@ use half::{bf16, f16};
 
 const WIDTHS: [usize; 11] = [1, 2, 7, 16, 31, 123, 128, 255, 257, 512, 1000];
 
+/// The inputs of a call with five rows.
 struct Case<E: Element> {
     cols: usize,
     logits: Vec<E>,
@@ -14,8 +15,8 @@ struct Case<E: Element> {
     smoothing: Smoothing,
 }
 
-/// Builds five rows; the second row is ignored. If `masked`, every third word is outside V_t, and the logit of one such
-/// word is NaN in each row.
+/// Builds five rows of logits up to `magnitude`; the second row is ignored. If `masked`, every third word is outside
+/// V_t, and the logit of one such word is NaN in each row.
 fn case<E: Element>(cols: usize, magnitude: f64, masked: bool) -> Case<E> {
     let noise = |i: usize| ((i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as f64 / (1 << 23) as f64 - 1.0;
     let mut logits: Vec<E> = (0..5 * cols).map(|i| E::store(E::Acc::from_f64(magnitude * noise(i)))).collect();
@@ -51,8 +52,10 @@ fn naive<E: Element>(c: &Case<E>, r: usize) -> (f64, f64, f64, Vec<f64>) {
     (loss, lse - z[t], lse, gradient)
 }
 
-/// Compares all three functions with the definition. `unit` is the storage type's rounding, `acc` the accumulator's.
+/// Compares all three functions with the definition, for logits of these magnitudes. `unit` is the storage type's
+/// rounding, and gradients may also be off by `tiny`.
 fn compare<E: Element>(unit: f64, tiny: f64, magnitudes: &[f64]) {
+    // The rounding of the computing type.
     let acc = if size_of::<E::Acc>() == 8 { f64::EPSILON } else { f32::EPSILON as f64 };
     for level in Level::ALL {
         force(Some(level));
@@ -68,8 +71,7 @@ fn compare<E: Element>(unit: f64, tiny: f64, magnitudes: &[f64]) {
                 let mut dlogits = c.logits.clone();
                 backward(cols, &c.logits, targets, &c.mask, c.smoothing, &lse, &dloss, &mut dlogits).unwrap();
                 let (mut inside, mut loss2, mut nll2) = (c.logits.clone(), [zero; 5], [zero; 5]);
-                let s = dloss[0];
-                in_place(cols, &mut inside, targets, &c.mask, c.smoothing, s, &mut loss2, &mut nll2).unwrap();
+                in_place(cols, &mut inside, targets, &c.mask, c.smoothing, dloss[0], &mut loss2, &mut nll2).unwrap();
                 for r in 0..5 {
                     let (want_loss, want_nll, want_lse, want) = naive(&c, r);
                     // The tolerance covers the rounding of z − m and of the sums, of √cols additions with rounding
