@@ -74,7 +74,7 @@ def gains(model: nn.Module) -> list[Gain]:
         model: a `Transformer`, or any module with such norms of `normformer_rs.nn`, for example a swapped model.
     """
     modules = dict(model.named_modules())
-    # A Transformer's modules are plain containers; its only weights of a single number are those of norms.
+    # A Transformer's modules are plain containers without a class of norm. Its weights of one number are all of norms.
     ours = {inner for module in modules.values() if isinstance(module, Transformer) for inner in module.modules()}
     found = []
     for name, parameter in model.named_parameters():
@@ -135,7 +135,8 @@ def spectrum(weight: Tensor | ArrayLike) -> NDArray[np.float64]:
 
 
 def _layer(path: str) -> re.Match[str] | None:
-    """Finds the layer's number in a module's name, the first number there. None for dlcl's sums, between the layers."""
+    """Returns the match of the layer's number in a module's name, the first number there. Returns None if there is no
+    number, and for dlcl's sums, which lie between the layers."""
     return None if "combine" in path.split(".") else re.search(r"\b\d+\b", path)
 
 
@@ -176,7 +177,9 @@ class _Forward:
     pad_mask: Tensor | None
     weight: Tensor | None
     mean: Tensor | None
+    """The running mean before the batch; None if the norm subtracts no mean."""
     square: Tensor
+    """The running variance before the batch, or the running mean square if the norm subtracts no mean."""
     eps: float
     dy: Tensor | None = None
 
@@ -185,19 +188,22 @@ class _Forward:
         self.dy = dy if self.dy is None else self.dy
 
     def statistics(self) -> Statistics:
-        given = self.x, self.pad_mask, self.weight, self.mean, self.square
-        return Statistics(*_core.statistics(*given, self.eps, self.dy))
+        """Returns the batch's statistics; those of gradients are NaN if no gradient was kept."""
+        inputs = self.x, self.pad_mask, self.weight, self.mean, self.square
+        return Statistics(*_core.statistics(*inputs, self.eps, self.dy))
 
 
 def _hooks(name: str, seen: dict[str, _Forward]) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Returns the hooks that run before and after a norm's forward."""
+    """Returns the hooks that run before and after the forward of the norm `name`. They store its inputs, and its
+    output's gradient, in `seen`."""
 
     @torch.no_grad()
     def before(norm: RunningNorm, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         if is_second_run():  # a second run, for activation checkpointing
             return
-        given = given | dict(zip(("x", "padding_mask"), args))
+        given = given | dict(zip(("x", "padding_mask"), args))  # arguments by position get their names
         x, mask = given["x"].detach(), given.get("padding_mask")
+        # Clones are kept, because the forward updates the running statistics, and the caller may change x, in place.
         x = OPS.group_scaling(x, norm.groups) if norm.groups else x.clone()
         mask = mask_for(x) if mask is None else mask
         mask = None if mask is None else mask.clone()

@@ -42,8 +42,10 @@ class CoordinateCheck:
         """Returns, for each place, the slope of log size against log width or depth after that update (0: before the
         first); it is 0 if sizes do not depend on it. Places that the models lack, or with a size of 0, are left out."""
         x = np.log(self.values)
-        found = {place: self.sizes[:, update, i] for i, place in enumerate(PLACES)}
-        return {place: float(np.polyfit(x, np.log(sizes), 1)[0]) for place, sizes in found.items() if sizes.all()}
+        sizes_by_place = {place: self.sizes[:, update, i] for i, place in enumerate(PLACES)}
+        # polyfit returns the slope first, then the intercept.
+        return {place: float(np.polyfit(x, np.log(sizes), 1)[0])
+                for place, sizes in sizes_by_place.items() if sizes.all()}  # fmt: skip
 
     def save(self, path: str | PathLike[str]) -> None:
         """Saves a picture: a panel for each place, a line for each update, both axes logarithmic.
@@ -63,13 +65,14 @@ class CoordinateCheck:
             i = PLACES.index(place)
             shown = [update for update in range(updates) if self.sizes[:, update, i].all()]
             for update in shown:
-                # later updates are darker; the palest 15 % of the colours would be hard to see
+                # Later updates are darker. The palest 15 % of the colours are left out, because they are hard to see.
                 color = colormaps["viridis"](0.85 * (1 - update / max(updates - 1, 1)))
                 axis.plot(self.values, self.sizes[:, update, i], "o-", color=color, markersize=3, label=str(update))
             axis.set_xscale("log", base=2)
             axis.set_yscale("log", base=10)
             low, high = self.sizes[:, shown, i].min(), self.sizes[:, shown, i].max()
-            middle = (low * high) ** 0.5  # the axis spans at least a decade, so that flat lines look flat
+            # The axis spans at least a decade (3.2² ≈ 10), so that flat lines look flat.
+            middle = (low * high) ** 0.5
             axis.set_ylim(min(low / 1.2, middle / 3.2), max(high * 1.2, middle * 3.2))
             axis.set_xticks(self.values, [str(value) for value in self.values])
             axis.set_title(f"{place}   slope {slopes[place]:+.2f}", loc="left", fontsize=9)
@@ -152,21 +155,21 @@ def coordinate_check(
     group_options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
     if muon_scale is not None:
         group_options |= {"optimizer": "muon", "muon_scale": muon_scale}
-    # what the picture calls the parametrisation
+    # The picture calls the parametrisation by this name.
     name = config.parametrisation if isinstance(config, TransformerConfig) else "groups" if groups else "standard"
 
-    def one(value: int, seed: int) -> NDArray[np.float64]:
+    def log_sizes(value: int, seed: int) -> NDArray[np.float64]:
         """Returns the logarithms of the sizes of one model, (updates + 1, 7)."""
         if isinstance(config, TransformerConfig):
             model, loss, sizes = _own(_sized(config, over, value), seed, (sentences, length))
         else:
             model, loss = config(value, seed)
             sizes = _of_blocks(model, loss)
-        of_model = param_groups(model, **group_options) if groups is None else groups(model)
-        return _trained(model, loss, sizes, _optimizers(of_model, muon_scale), updates)
+        parameter_groups = param_groups(model, **group_options) if groups is None else groups(model)
+        return _trained(model, loss, sizes, _optimizers(parameter_groups, muon_scale), updates)
 
     # The exponential of the logarithms' mean is the geometric mean over seeds.
-    sizes = [np.mean([one(value, seed) for seed in seeds], axis=0) for value in values]
+    sizes = [np.mean([log_sizes(value, seed) for seed in seeds], axis=0) for value in values]
     return CoordinateCheck(over, tuple(values), np.exp(np.stack(sizes)), name)
 
 
@@ -191,17 +194,18 @@ def _sized(config: TransformerConfig, over: str, value: int) -> TransformerConfi
 def _own(
     config: TransformerConfig, seed: int, shape: tuple[int, int]
 ) -> tuple[nn.Module, Callable[[], Tensor], Callable[[], NDArray[np.float64]]]:
-    """Returns a model of this package, its loss on a batch of random tokens, and its seven sizes there."""
+    """Returns a model of this package, a function that returns its loss on a batch of random tokens, and one that
+    returns its seven sizes there. `shape` is (sentences, length)."""
     model = Transformer(config, seed=seed, device="cpu").train()
     generator = torch.Generator().manual_seed(seed)
-    # ids below 4 are those of special tokens
+    # Ids below 4 belong to special tokens.
     source, target_input, target = (torch.randint(4, config.vocab_size, shape, generator=generator) for _ in range(3))
-    reads = source if config.architecture == "encoder-decoder" else None
+    encoder_input = source if config.architecture == "encoder-decoder" else None
 
     def loss() -> Tensor:
-        return nn.functional.cross_entropy(model(reads, target_input).flatten(0, 1), target.flatten())
+        return nn.functional.cross_entropy(model(encoder_input, target_input).flatten(0, 1), target.flatten())
 
-    return model, loss, lambda: _sizes(model, reads, target_input)
+    return model, loss, lambda: _sizes(model, encoder_input, target_input)
 
 
 def _of_blocks(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], NDArray[np.float64]]:
@@ -213,15 +217,15 @@ def _of_blocks(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], NDA
         found: list[float] = []  # the sizes of the first block's input and of each block's output, in the last pass
         logits = [0.0]  # one number, in a list that the hook `ended` can write to
 
-        def entered(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        def entered(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # A pass begins: nothing was found yet, or a whole pass was. A shared first block also runs later in a pass.
             if len(found) in (0, len(blocks) + 1):
-                found[:] = [_size(given or tuple(named.values()))]
+                found[:] = [_size(args or tuple(kwargs.values()))]
 
-        def left(_: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        def left(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             found.append(_size(output))
 
-        def ended(_: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        def ended(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             logits[0] = _size(getattr(output, "logits", output))
 
         handles = [blocks[0].register_forward_pre_hook(entered, with_kwargs=True), model.register_forward_hook(ended)]
@@ -235,18 +239,19 @@ def _of_blocks(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], NDA
         if len(found) < 2:
             raise InputError(f"the loss did not run the blocks of {type(model).__name__}: expected it to run the model")
         last = len(found) - 1
+        # The order is that of `PLACES`: the input, the first, middle and last block, the output. There are no scores.
         return np.array([found[0], found[1], found[(last + 1) // 2], found[last], logits[0], 0.0, 0.0])
 
     return sizes
 
 
-def _size(found: Any) -> float:
+def _size(output: Any) -> float:
     """Returns the mean |x| of a tensor, or of the first tensor in a tuple or a dictionary."""
-    if isinstance(found, dict):
-        found = tuple(found.values())
-    if not isinstance(found, Tensor):
-        found = next(one for one in found if isinstance(one, Tensor))
-    return float(found.detach().abs().double().mean())
+    if isinstance(output, dict):
+        output = tuple(output.values())
+    if not isinstance(output, Tensor):
+        output = next(item for item in output if isinstance(item, Tensor))
+    return float(output.detach().abs().double().mean())
 
 
 def _trained(
@@ -256,7 +261,8 @@ def _trained(
     optimizers: list[torch.optim.Optimizer],
     updates: int,
 ) -> NDArray[np.float64]:
-    """Returns the logarithms of sizes, (updates + 1, 7)."""
+    """Trains the model for some updates. Returns the logarithms of the sizes before training and after each update,
+    (updates + 1, 7)."""
     measured = [sizes()]
     for _ in range(updates):
         model.zero_grad()
@@ -272,14 +278,15 @@ def _optimizers(groups: list[dict[str, Any]], muon_scale: str | None) -> list[to
     """Returns AdamW, and Muon for the groups that name it. Errors: InputError if `muon_scale` does not go with them."""
     of_muon = [group for group in groups if group.get("optimizer") == "muon"]
     others = [group for group in groups if group.get("optimizer") != "muon"]
-    adjusted = {"spectral": "original", "rms": "match_rms_adamw"}
-    if of_muon and muon_scale not in adjusted:
+    # torch.optim.Muon calls the two scales by these names.
+    torch_names = {"spectral": "original", "rms": "match_rms_adamw"}
+    if of_muon and muon_scale not in torch_names:
         raise InputError(f'the groups name Muon: expected muon_scale="rms" or "spectral", got {muon_scale!r}')
     if muon_scale is not None and not of_muon:
         raise InputError(f'no group names Muon, so muon_scale = "{muon_scale}" would do nothing: leave it out')
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, betas=(0.9, 0.98))]
     if of_muon:
-        optimizers.append(torch.optim.Muon(of_muon, adjust_lr_fn=adjusted[str(muon_scale)]))
+        optimizers.append(torch.optim.Muon(of_muon, adjust_lr_fn=torch_names[str(muon_scale)]))
     return optimizers
 
 
@@ -289,5 +296,5 @@ def _sizes(model: Transformer, source: Tensor | None, target_input: Tensor) -> N
     seen = observe(model, source, target_input)["decoder"]
     layers, last = seen.sizes, len(seen.sizes) - 1
     logits = model(source, target_input).abs().mean().item()
-    scores = [float(own.mean()) if len(own) else 0.0 for own in (seen.scores, seen.mixing)]
+    scores = [float(kind.mean()) if len(kind) else 0.0 for kind in (seen.scores, seen.mixing)]
     return np.array([layers[0], layers[1], layers[(last + 1) // 2], layers[last], logits, *scores])

@@ -30,6 +30,7 @@ class Attentions(TorchFunctionMode):
         self._heard = heard
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls `heard` if torch's function is an attention, then runs the function."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         with torch.no_grad():
@@ -72,7 +73,7 @@ def _of_operator(
         rows = query.detach()[..., first : first + size, :].double()
         logits = rows @ keys.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
-            # row i of this part is query first + i
+            # Row i of this part is the query first + i, which sees the keys up to its own number.
             is_past = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril(first)
             logits = logits.masked_fill(~is_past, -math.inf)
         if attn_mask is not None:
@@ -100,10 +101,11 @@ def _of_module(given: Mapping[str, Any]) -> Iterator[Tensor]:
     if mask is not None and mask.dim() == 3:
         mask = mask.view(-1, heads, *mask.shape[-2:])
     padding = _added(given["key_padding_mask"], q.dtype)
-    is_causal = given["is_causal"] and mask is None
+    is_causal = given["is_causal"] and mask is None  # is_causal only says that a given mask is causal
     if padding is not None:
         padding = padding.view(-1, 1, 1, padding.shape[-1])
         mask = padding if mask is None else mask + padding
+    # The logits do not depend on the values, so k stands for them.
     return _of_operator(q, k, k, mask, is_causal=is_causal)
 
 

@@ -94,7 +94,7 @@ def statistics(history: History) -> Found:
     logged = {name: values for name, values in logged.items() if f"/{stack}." in name}
     if not logged:
         return {}
-    was_logged = ~np.isnan(next(iter(logged.values())))
+    was_logged = ~np.isnan(next(iter(logged.values())))  # statistics are logged only at some updates
     found = {name.replace("batch_", "").replace(f"/{stack}.0.", "-"): brief(values[was_logged])
              for name, values in logged.items()}  # fmt: skip
     found["logged"] = brief(history.update[was_logged])
@@ -129,7 +129,8 @@ def layers(output: str | PathLike[str], checkpoint: str, source: str | None, tar
 
 
 def _read(model: Transformer, output: Path, source: str | None, target: str) -> tuple[Any, torch.Tensor]:
-    """Returns the token ids of a text's first lines: (source or None, the decoder's input)."""
+    """Returns the token ids of a text's first lines: (source or None, the decoder's input). `output` is the run's
+    folder; `source` and `target` are files."""
     lines = text.read_lines(target)
     if source is None:  # a language model: its rows are cut from one sequence of all lines
         tokens = [_EOS, *(token for line in _core.encode(str(output), lines) for token in [*line, _EOS])]
@@ -142,6 +143,6 @@ def _read(model: Transformer, output: Path, source: str | None, target: str) -> 
 
 
 def _padded(rows: list[list[int]]) -> torch.Tensor:
-    """Returns token ids followed by an end, padded on the right."""
+    """Returns the rows of token ids as one tensor. Each row is followed by EOS and padded on the right."""
     width = max(map(len, rows)) + 1
     return torch.tensor([[*row, _EOS, *[_PAD] * (width - len(row) - 1)] for row in rows])

@@ -81,6 +81,7 @@ def observe(
     arguments = model._options, names, tensors, source, target_input, seed, precision
     found = _core.observe(*arguments, None if loss is None else _number(loss))
     stacks = ["encoder", "decoder"][-len(found) :]  # a single stack is the decoder
+    # Each stack has a tuple of arrays, in the order of Observed's fields, and the statistics of its norms.
     return {
         stack: Observed(cosines, active, [Statistics(*norm) for norm in norms], *sizes)
         for stack, ((cosines, active, *sizes), norms) in zip(stacks, found)
@@ -95,7 +96,7 @@ def _number(loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
             value = loss(logits)
         if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad:
             return value
-        got = f"Tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise InputError(f"loss must return one number that depends on the logits; got a {got}")
+        kind = f"Tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(f"loss must return one number that depends on the logits; got a {kind}")
 
     return checked

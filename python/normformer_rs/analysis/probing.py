@@ -38,6 +38,8 @@ MEASURES = {
 """The measures and their formulas."""
 _ROLES_OF_LOOP = {"out_proj": "out", "linear1": "fc1", "linear2": "fc2", "linear3": "gate"}
 _ROLES = {"query": "q", "key": "k", "value": "v", "output": "out"}
+"""The probe's roles: `_ROLES_OF_LOOP` by the last part of a module's name in the loop's Transformer, `_ROLES` by the
+roles of `surgery`."""
 
 
 class Reading(NamedTuple):
@@ -77,14 +79,14 @@ class Readings(list[Reading]):
     def layers(self, measure: str, role: str) -> dict[int, float]:
         """Returns the largest value of a measure and role in each layer."""
         found: dict[int, float] = {}
-        for one in self:
-            if one.layer is not None and (one.measure, one.role) == (measure, role):
-                found[one.layer] = max(one.value, found.get(one.layer, -math.inf))
+        for reading in self:
+            if reading.layer is not None and (reading.measure, reading.role) == (measure, role):
+                found[reading.layer] = max(reading.value, found.get(reading.layer, -math.inf))
         return found
 
     def _repr_html_(self) -> str:
-        rows = sorted({(one.role, one.measure) for one in self if one.layer is not None})
-        depth = 1 + max((one.layer for one in self if one.layer is not None), default=-1)
+        rows = sorted({(reading.role, reading.measure) for reading in self if reading.layer is not None})
+        depth = 1 + max((reading.layer for reading in self if reading.layer is not None), default=-1)
         lines = []
         for role, measure in rows:
             values = self.layers(measure, role)
@@ -151,7 +153,7 @@ class Probe:
             for part in parts_of(block):
                 for linear in (*part.linears, *part.experts):
                     path = f"{name}.{linear.path}".lstrip(".")
-                    # a parameter itself, as a stack of experts' matrices, or a linear layer's weight
+                    # The path names a parameter, such as the matrices of a stack of experts, or a linear layer.
                     matrix = path if path in parameters else f"{path}.weight"
                     if matrix not in parameters or matrix in found:
                         continue
@@ -166,7 +168,7 @@ class Probe:
     def __enter__(self) -> "Probe":
         self._passes = {}
         if isinstance(self.model, Transformer):
-            before = self.model._heard  # that of a probe around this one
+            before = self.model._heard  # the listener of a probe around this one, or None
 
             def heard(event: str, name: str, first_row: int, tensors: list[Tensor]) -> None:
                 if before is not None:
@@ -195,7 +197,7 @@ class Probe:
             self._parameter(name, parameter, "weight")
         measured = [Reading(name, layer, role, measure, value)
                  for (name, role, measure), (layer, value) in self._passes.items()]  # fmt: skip
-        # by layer; what lies outside the layers comes last
+        # The readings are sorted by layer. Those outside the layers come last.
         self.readings = Readings(
             sorted(measured, key=lambda one: (one.layer is None, one.layer or 0, one.name, one.role, one.measure))
         )
@@ -209,7 +211,7 @@ class Probe:
         for name, p in self.model.named_parameters():
             if name in before and before[name].shape == p.shape:
                 self._updated(name, before[name], p)
-        self.readings = Readings([one for one in self.readings if one.measure != "update"])
+        self.readings = Readings([reading for reading in self.readings if reading.measure != "update"])
         self.readings += [Reading(name, layer, role, measure, value)
                           for (name, role, measure), (layer, value) in self._passes.items()]  # fmt: skip
 
@@ -218,8 +220,9 @@ class Probe:
     def _layer_of(self, name: str) -> int | None:
         """Returns the layer that has the module or parameter of this name."""
         path = f"{name}."
-        inside = [one for one in self._layers.values() if not one[0] or path.startswith(f"{one[0]}.")]
-        return max(inside, default=("", None))[1]  # the longest name: the innermost block
+        inside = [layer for layer in self._layers.values() if not layer[0] or path.startswith(f"{layer[0]}.")]
+        # All names are beginnings of the same path, so the greatest one is the longest: that of the innermost block.
+        return max(inside, default=("", None))[1]
 
     def _put(self, name: str, role: str, measure: str, value: float) -> None:
         """Stores one number of the current pass."""
@@ -237,16 +240,19 @@ class Probe:
     # ---- parameters ----
 
     def _parameter(self, name: str, t: Tensor | None, measure: str) -> None:
+        """Stores the norm of a parameter or of its gradient, by role, and the mean of a norm's gain. `measure`:
+        "weight" or "gradient"; `t`: that tensor, or None if there is no gradient."""
         for role, part in self._parts(name, t.detach()) if t is not None else ():
             self._put(name, role, measure, _norm(part))
             if measure == "weight" and role == "norm" and name.endswith("weight"):
                 self._put(name, role, "gain", float(part.double().mean()))
 
     def _updated(self, name: str, before: Tensor, after: Tensor) -> None:
+        """Stores the relative size of a parameter's change in one step of the optimizer, by role."""
         changes = self._parts(name, after.detach().double() - before.double())
         for (role, part), (_, change) in zip(self._parts(name, before), changes):
             size, moved = _norm(part), _norm(change)
-            # a matrix of zeros: infinite if it moved, 0 if it stayed
+            # For a matrix of zeros the ratio is infinite if it moved, 0 if it stayed.
             self._put(name, role, "update", moved / size if size else math.inf if moved else 0.0)
 
     # ---- passes ----
@@ -275,12 +281,13 @@ class Probe:
         self._put(name, role, "kurtosis", float(centred.square().mean() / variance.square()) if variance > 0 else 0.0)
 
     def _enter_block(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        """A hook on blocks: notes that the block runs, and removes the attentions of its earlier passes."""
         self._within.append(block)
         name = self._layers[block][0]
         of_attention = ("logit", "head_logit", "entropy")
-        # "NAME", "NAME (2)" and "NAME head 0" are attentions of the block NAME.
+        # "NAME", "NAME (2)" and "NAME head 0" are names of attentions of the block NAME.
         earlier = [key for key in self._passes if key[2] in of_attention and f"{key[0]} ".startswith(f"{name} ")]
-        for key in earlier:  # from an earlier pass
+        for key in earlier:
             del self._passes[key]
 
     def _leave_block(self, block: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -334,9 +341,9 @@ class Probe:
         if not self._within:
             return
         name, layer = self._layers[self._within[-1]]
-        # the number of this block's attentions in this pass so far, under the names "NAME", "NAME (2)", …
+        # The number of this block's attentions in this pass so far. Their names are "NAME", "NAME (2)", …
         earlier = sum(key[0].partition(" (")[0] == name for key in self._passes if key[2] == "logit")
-        name = f"{name} ({earlier + 1})" if earlier else name  # a block's second attention, …
+        name = f"{name} ({earlier + 1})" if earlier else name
         largest, entropy, queries = -math.inf, 0.0, 0
         head_maxima: list[float] = []
         for part in logits:
@@ -424,6 +431,7 @@ def _effective_rank(y: Tensor) -> float:
 
 
 def _norm(t: Tensor) -> float:
+    """Returns the Euclidean norm of a tensor, computed in f64."""
     return float(torch.linalg.vector_norm(t.detach(), dtype=torch.float64))
 
 

@@ -6,6 +6,7 @@ from numpy.typing import ArrayLike
 from ..errors import InputError
 
 _BLOCK = 4096
+"""The number of windows that are averaged at a time."""
 
 
 def spike_score(values: ArrayLike, window: int = 1000, deviations: float = 7.0) -> float:
@@ -34,14 +35,16 @@ def spike_score(values: ArrayLike, window: int = 1000, deviations: float = 7.0) 
     if x.ndim != 1 or len(x) <= window:
         raise InputError(f"expected a series of more than {window} values (window); got the shape {x.shape}")
     known = np.where(np.isfinite(x), x, np.nan)
+    # Row t holds the values before x[window + t]; the last window has no value after it.
     windows = np.lib.stride_tricks.sliding_window_view(known, window)[:-1]
     spikes = 0
-    for start in range(0, len(windows), _BLOCK):  # in blocks, since numpy copies all windows that it averages
+    # numpy copies all windows that it averages, so only a block of them is averaged at a time.
+    for start in range(0, len(windows), _BLOCK):
         before, scored = windows[start : start + _BLOCK], x[window:][start : start + _BLOCK]
         spikes += int(np.sum(~np.isfinite(scored)))
         is_scored = np.isfinite(scored) & np.isfinite(before).any(-1)
         before, scored = before[is_scored], scored[is_scored]
         distance = np.abs(scored - np.nanmean(before, -1))
-        # after equal values the deviation is 0, and an equal value is no spike
+        # After equal values the deviation is 0. Then a value that is equal, too, is no spike.
         spikes += int(np.sum((distance >= deviations * np.nanstd(before, -1)) & (distance > 0)))
     return 100.0 * spikes / len(windows)

@@ -164,5 +164,6 @@ def switch_fast_path_off() -> None:
     that fairseq does not pass."""
     from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 
+    # fairseq assigns to this attribute. The property ignores that, and is always False.
     never = property(lambda self: False, lambda self, value: None)
     TransformerEncoderLayerBase.can_use_fastpath = never

@@ -52,6 +52,7 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
         """The model's mask, its version, and the two results of `_vocabulary` for them."""
 
     def forward(self, model: Any, sample: Any, reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
+        """Returns the results of fairseq's method. In training the log also has the number of targets outside V_t."""
         loss, size, log = super().forward(model, sample, reduce)
         mask, _ = self._vocabulary(model)
         if mask is not None and model.training:
@@ -71,18 +72,21 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
         super().reduce_metrics(logging_outputs)
 
     def compute_loss(self, model: Any, net_output: Any, sample: Any, reduce: bool = True) -> tuple[Tensor, Tensor]:
+        """Returns the loss and the NLL: their sums over the targets, or with `reduce` False their values for each
+        target."""
         logits, target, mask = self._prepare(model, net_output, sample)
         entries = logits.shape[-1] if mask is None else self._vocabulary(model)[1]
         if self.smoothing == "fairseq":
-            each = self.eps / max(entries - 1, 1)  # B of the class's formula
-            own = 1 - self.eps - each  # A
+            per_entry = self.eps / max(entries - 1, 1)  # B of the class's formula
+            on_target = 1 - self.eps - per_entry  # A
         else:
-            each = self.eps / entries
-            own = 1 - self.eps
-        loss, nll, _ = OPS.label_smoothed_cross_entropy(logits, target, mask, own, each, self.padding_idx)
+            per_entry = self.eps / entries
+            on_target = 1 - self.eps
+        loss, nll, _ = OPS.label_smoothed_cross_entropy(logits, target, mask, on_target, per_entry, self.padding_idx)
         return (loss.sum(), nll.sum()) if reduce else (loss, nll)
 
     def compute_accuracy(self, model: Any, net_output: Any, sample: Any) -> tuple[Tensor, Tensor]:
+        """Returns the number of targets that the model predicts, and the number of real targets."""
         logits, target, mask = self._prepare(model, net_output, sample)
         is_real = target.ne(self.padding_idx)
         guessed = (logits if mask is None else logits.masked_fill(~mask, float("-inf"))).argmax(1)

@@ -70,6 +70,7 @@ def _settle_vocabulary(mask: torch.Tensor, trainer: Any) -> None:
 
 
 def _check_profiling(model: Any) -> None:
+    """Raises InputError if admin's gains cannot be set from the first batch, because the parameters are not in f32."""
     dtype = next(model.parameters()).dtype
     if dtype != torch.float32:
         # Profiling would be lost: fairseq has copied the parameters to f32 already, and the copies, which do not have

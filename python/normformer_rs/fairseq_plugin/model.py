@@ -40,7 +40,8 @@ from .packed import Packed, RowAttention, Rows, Sight, Step, Watched
 
 
 class SelfLayer(TransformerEncoderLayer):
-    """A layer of an encoder, or of a decoder without encoder."""
+    """A layer of an encoder, or of a decoder without encoder. `travelling` holds the tensors that the residual scheme
+    hands from layer to layer."""
 
     attention_class = RowAttention
     self_attn: Any
@@ -53,7 +54,7 @@ class SelfLayer(TransformerEncoderLayer):
 
 
 class CrossLayer(TransformerDecoderLayer):
-    """A layer of a decoder that attends to an encoder's output."""
+    """A layer of a decoder that attends to an encoder's output. `travelling`: as in `SelfLayer`."""
 
     attention_class = RowAttention
     self_attn: Any
@@ -98,7 +99,7 @@ class _Side(Stack):
     def build_layer(self, kind: type[Layer], cfg: Any) -> Layer:
         """Returns a new layer. `settle` sets its place in the stack later."""
         config = cfg.stacks[self.name]
-        # These options are left out of `options`, because they are passed below in another form, or not at all.
+        # These options are passed below in another form, or not at all.
         passed_below = (*OWN, "positions", "encoder_layers", "decoder_layers")
         options = {key: value for key, value in config.asdict().items() if key not in passed_below}
         depths = {"decoder_layers": config.decoder_layers}
@@ -137,7 +138,7 @@ class _Side(Stack):
         config = self.place.config
         for layer in self.layers.children():
             layer.draw()
-        is_shared = config.tie_embeddings == "all"  # then the encoder draws the table of both sides
+        is_shared = config.tie_embeddings == "all"  # the encoder draws the table that both sides share
         if not getattr(self.cfg, self.name).embed_path and not (is_shared and self.name == "decoder"):
             table = {"encoder": "source_embedding", "decoder": "target_embedding"}[self.name]
             draw_table(self.embed_tokens.weight, "embedding" if is_shared else table, config)
@@ -366,6 +367,8 @@ class _Model:
 
     @classmethod
     def build_embedding(cls, cfg: Any, dictionary: Any, embed_dim: int, path: str | None = None) -> nn.Embedding:
+        """Returns fairseq's table of word vectors. With --fixnorm its class is changed, so that its rows are scaled to
+        length one when it is read."""
         embedding = super().build_embedding(cfg, dictionary, embed_dim, path)  # type: ignore[misc]
         if cfg.fixnorm:
             embedding.__class__ = FixNormEmbedding
@@ -391,6 +394,8 @@ class _Model:
         profile(self, **batch)  # type: ignore[arg-type]
 
     def get_normalized_probs(self, net_output: Any, log_probs: bool, sample: Any = None) -> Tensor:
+        """Returns the probabilities of the vocabulary's entries, or their logarithms. Entries outside the target
+        vocabulary get the probability 0."""
         mask, (logits, *_) = self.decoder.vocab_mask, net_output
         if mask is not None:
             # −10,000 makes the probability 0 in every dtype. The score stays finite, because a prefix or a constraint

@@ -120,8 +120,8 @@ def defaults(name: str) -> dict[str, Any]:
 
 
 def shape(name: str, given: Any) -> None:
-    """Sets flags that are missing to the defaults of the named architecture. `plain` adds the sizes that the decoder
-    copies from the encoder."""
+    """Sets flags that are missing, in place, to the defaults of the named architecture. `plain` adds the sizes that the
+    decoder copies from the encoder."""
     for flag, value in defaults(name).items():
         if getattr(given, flag, None) is None:
             setattr(given, flag, value)

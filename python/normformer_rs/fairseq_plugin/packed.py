@@ -163,6 +163,7 @@ class Watched:
     """Attention to the encoder's output that also records the attention weights."""
 
     at: Packed
+    """The attention whose weights are recorded."""
     pad_mask: None = None
     weights: Tensor | None = None
     """The attention weights (B, heads, T, S), which `attend` sets."""
@@ -191,6 +192,7 @@ class Step:
     cache: dict[str, Tensor]
     """Tensors by name. Their first dimension is the batch; when beams are reordered, its entries are selected."""
     name: str
+    """The beginning of the tensors' names in the cache."""
     padding: Tensor
     """A mask that is True at padding: of the newest tokens, (B, 1), or of memory, (B, S)."""
     memory: Tensor | None = None

@@ -14,6 +14,7 @@ from normformer_rs.errors import InputError
 
 
 def _field(default: Any, text: str) -> Any:
+    """Returns a dataclass field with a default and a help text, from which fairseq makes a flag."""
     return dataclasses.field(default=default, metadata={"help": text})
 
 
@@ -66,6 +67,8 @@ class _Schedule(FairseqLRScheduler):
 
 
 def _warmup_init_lr(cfg: Any) -> float:
+    """Returns the rate from which the warm-up starts; 0 if the flag is not given. Errors: InputError for a rate that
+    does not fit."""
     rate = float(cfg.warmup_init_lr)
     if rate == -1:  # fairseq's value for a flag that is not given
         return 0.0

@@ -46,14 +46,14 @@ def _shards(folder: Path, subset: str, endings: list[str]) -> Iterator[str]:
     fairseq joins."""
     for number in itertools.count():
         paths = [str(folder / f"{subset}{number or ''}{ending}") for ending in endings]
-        found = next(filter(infer_dataset_impl, paths), None)
-        if found is None and number == 0:
+        path = next(filter(infer_dataset_impl, paths), None)
+        if path is None and number == 0:
             raise InputError(
                 f"{' or '.join(paths)}: not there; --vocab-mask reads the target side of the training data"
             )
-        if found is None:
+        if path is None:
             return
-        yield found
+        yield path
 
 
 def _ids(path: str, dictionary: Any) -> Iterator[Tensor]:

@@ -153,6 +153,7 @@ def _residual(flags: argparse.Namespace, is_alone: bool) -> str:
 _STOCK = re.compile(r"(?:^|\.)layers\.\d+\.fc1\.weight$")
 """Matches a parameter that only fairseq's own archs have; the plug-in's archs call it linear1."""
 _LAYER = re.compile(r"^(encoder|decoder)\.layers\.(\d+)\.(.+)$")
+"""Matches a parameter of a layer: its stack, the layer's number, and its name within the layer."""
 _NORMS = {
     "encoder": {"self_attn_layer_norm": "norm1", "final_layer_norm": "norm2"},
     "decoder": {"self_attn_layer_norm": "norm1", "encoder_attn_layer_norm": "norm2", "final_layer_norm": "norm3"},
@@ -246,25 +247,25 @@ def to_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
 def from_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
     """Returns the state dict of a model of the plug-in for parameters under this package's names; it is the inverse of
     `to_canonical`."""
-    found = {name: value for name, value in state.items() if name.split(".")[0] in ("encoder", "decoder")}
-    sides = {name.split(".")[0] for name in found}
+    fairseq_state = {name: value for name, value in state.items() if name.split(".")[0] in ("encoder", "decoder")}
+    sides = {name.split(".")[0] for name in fairseq_state}
     for table, holders in _TABLES[ties].items():
         for holder in holders:
             if f"{table}.weight" in state and holder.split(".")[0] in sides:
-                found[f"{holder}.weight"] = state[f"{table}.weight"]
+                fairseq_state[f"{holder}.weight"] = state[f"{table}.weight"]
     if "output_projection.bias" in state:
-        found["decoder.output_projection.bias"] = state["output_projection.bias"]
-    found["version"] = torch.tensor(VERSION)
+        fairseq_state["decoder.output_projection.bias"] = state["output_projection.bias"]
+    fairseq_state["version"] = torch.tensor(VERSION)
     for side in sides:
         # fairseq takes a stack of a version below 3 for one without a last norm.
-        found[f"{side}.version"] = torch.tensor([3.0])
+        fairseq_state[f"{side}.version"] = torch.tensor([3.0])
         positions = state.get(f"{_POSITIONS[side]}.weight")
         if positions is None:  # sinusoids, for which fairseq saves this buffer alone
-            found[f"{side}.embed_positions._float_tensor"] = torch.zeros(1)
+            fairseq_state[f"{side}.embed_positions._float_tensor"] = torch.zeros(1)
         else:
             before = positions.new_zeros(_FIRST_POSITION, positions.shape[1])
-            found[f"{side}.embed_positions.weight"] = torch.cat([before, positions])
-    return found
+            fairseq_state[f"{side}.embed_positions.weight"] = torch.cat([before, positions])
+    return fairseq_state
 
 
 VERSION = 1
@@ -303,7 +304,7 @@ def read_checkpoint(path: Path_, trust: bool = False) -> dict[str, Any]:
         # list already: the program may need the others later.
         allowed = torch.serialization.get_safe_globals()
         with torch.serialization.safe_globals([kind for kind in SAFE if kind not in allowed]):
-            found = torch.load(path, map_location="cpu", weights_only=not trust)
+            saved = torch.load(path, map_location="cpu", weights_only=not trust)
     except Exception as error:  # a damaged file may raise anything
         unsafe = re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", str(error))
         if unsafe:
@@ -313,12 +314,12 @@ def read_checkpoint(path: Path_, trust: bool = False) -> dict[str, Any]:
             ) from error
         reason = " ".join(str(error).split("\n")[0].split()) or type(error).__name__
         raise InputError(f"{path}: not a checkpoint of fairseq, or damaged ({reason})") from error
-    state = found.get("model") if isinstance(found, dict) else None
+    state = saved.get("model") if isinstance(saved, dict) else None
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise InputError(
             f"{path}: not a checkpoint of fairseq: expected a dictionary with model, a dictionary of tensors"
         )
-    return found
+    return saved
 
 
 def flags_of(saved: Mapping[str, Any], path: Path_) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -126,10 +126,12 @@ def _rate(config: TransformerConfig, name: str) -> float:
 
 
 def _eps(config: TransformerConfig) -> float:
+    """Returns the ε of the decoder's norms."""
     return _EPS[str(config.decoder_norm or config.norm)] if config.norm_eps is None else config.norm_eps
 
 
 def _shape(config: TransformerConfig) -> dict[str, Any]:
+    """Returns the sizes and the dropout of attention, under the names that most architectures have in config.json."""
     return {
         "hidden_size": config.d_model,
         "intermediate_size": config.d_ff,
@@ -215,6 +217,9 @@ _LLAMA_NAMES = {
 
 
 def _llama_like(model_type: str) -> Callable[[TransformerConfig], dict[str, Any]]:
+    """Returns a function that makes the config.json of an architecture with Llama's names. `model_type` is its name
+    there."""
+
     def config_of(config: TransformerConfig) -> dict[str, Any]:
         return _shape(config) | {
             "model_type": model_type,
@@ -233,17 +238,19 @@ def _llama_like(model_type: str) -> Callable[[TransformerConfig], dict[str, Any]
 
 
 def _qwen3_next(config: TransformerConfig) -> dict[str, Any]:
+    """Returns the config.json of Qwen3-Next without linear attention and without experts."""
     layers = range(config.decoder_layers)
     rope = {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": 1.0}
     return _llama_like("qwen3_next")(config) | {
         "layer_types": ["full_attention" for _ in layers],
-        "mlp_only_layers": [*layers],
+        "mlp_only_layers": [*layers],  # layers without experts
         "rope_parameters": rope,
         "partial_rotary_factor": 1.0,
     }
 
 
 def _gemma2(config: TransformerConfig) -> dict[str, Any]:
+    """Returns the config.json of Gemma 2 without sliding windows."""
     d_head = config.d_model // config.heads
     return _llama_like("gemma2")(config) | {
         "hidden_activation": _GATED[config.activation],
@@ -258,12 +265,14 @@ _MULTIPLIERS = dict.fromkeys(("input_alpha", "output_alpha", "residual_multiplie
 
 
 def _granite(model_type: str) -> Callable[[TransformerConfig], dict[str, Any]]:
+    """Returns a function that makes the config.json of a Granite architecture. `model_type` is its name there."""
+
     def config_of(config: TransformerConfig) -> dict[str, Any]:
         return _llama_like(model_type)(config) | {
             "layer_types": ["full_attention"] * config.decoder_layers,
             "embedding_multiplier": config.input_alpha,
             "residual_multiplier": config.residual_multiplier,
-            "logits_scaling": 1 / config.output_alpha,
+            "logits_scaling": 1 / config.output_alpha,  # transformers divides the logits by this number
             "attention_multiplier": config.attention_multiplier or (config.d_model // config.heads) ** -0.5,
         }
 
@@ -271,6 +280,7 @@ def _granite(model_type: str) -> Callable[[TransformerConfig], dict[str, Any]]:
 
 
 def _gpt2(config: TransformerConfig) -> dict[str, Any]:
+    """Returns the config.json of GPT-2."""
     return {
         "model_type": "gpt2",
         "n_embd": config.d_model,
@@ -287,6 +297,7 @@ def _gpt2(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _gpt_neox(config: TransformerConfig) -> dict[str, Any]:
+    """Returns the config.json of GPT-NeoX with the sublayers one after the other."""
     rope = {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": 1.0}
     return _shape(config) | {
         "model_type": "gpt_neox",

@@ -73,10 +73,13 @@ def tokenizer_files(vocabulary: str, codes: str | None, unseen: Sequence[int], s
 
 
 def _replace(pattern: str, content: str) -> dict[str, Any]:
+    """Returns a step that replaces each match of a regular expression by a text."""
     return {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
 
 
 def _sequence(parts: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns steps that are applied one after another. `parts` is the name of their list: "normalizers" or
+    "decoders"."""
     return {"type": "Sequence", parts: steps}
 
 

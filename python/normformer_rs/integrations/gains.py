@@ -19,6 +19,7 @@ def gain_values(model: nn.Module) -> dict[str, float]:
     values: dict[str, Tensor] = {}
     for name, p in learned_gains(model).items():
         if not name.endswith("bias"):
+            # A parameter that is distributed over devices has this method, which gathers its parts.
             whole: Tensor = p.full_tensor() if hasattr(p, "full_tensor") else p
             values[f"gain/{name}"] = whole.detach().double().mean()
     for name, module in model.named_modules():
@@ -82,15 +83,15 @@ class Undecayed:
         groups, gains = self._optimizer.param_groups, self._gains
         self._before = [(group, group["params"]) for group in groups]
         for group, params in self._before:
-            own = [p for p in params if id(p) in gains]
-            if own and group.get("weight_decay"):
+            own_gains = [p for p in params if id(p) in gains]
+            if own_gains and group.get("weight_decay"):
                 group["params"] = [p for p in params if id(p) not in gains]
                 # The gains move to a group with the same options but no weight decay: an existing one, or a new one.
                 undecayed = next((g for g in groups if _is_same_but_undecayed(g, group)), None)
                 if undecayed is None:
-                    groups.append({**group, "params": own, "weight_decay": 0.0})
+                    groups.append({**group, "params": own_gains, "weight_decay": 0.0})
                 else:
-                    undecayed["params"] = [*undecayed["params"], *own]
+                    undecayed["params"] = [*undecayed["params"], *own_gains]
 
     def _join(self) -> None:
         """Restores the trainer's groups, if the gains have been moved."""

@@ -41,8 +41,11 @@ class NormCallback(transformers.TrainerCallback):
     ) -> None:
         self.profile, self.undecayed, self.log, self.gradients = profile, undecayed, log, gradients
         self._is_first = False
+        """True if the Trainer calls this callback before those that report."""
         self._norms: dict[str, float] = {}
+        """The gradient norms of the last step, by their names in the log."""
         self._ends: list[Callable[[], None]] = []
+        """The functions that undo what `on_train_begin` has set up."""
 
     @classmethod
     def add_to(cls, trainer: Any, **options: Any) -> "NormCallback":
@@ -80,6 +83,7 @@ class NormCallback(transformers.TrainerCallback):
         self._end()
 
     def _end(self) -> None:
+        """Undoes what `on_train_begin` has set up. It may be called again."""
         while self._ends:
             self._ends.pop()()
 

@@ -35,8 +35,11 @@ class NormCallback(pytorch.Callback):
     ) -> None:
         self.profile, self.undecayed, self.log, self.gradients = profile, undecayed, log, gradients
         self._norms: dict[str, float] = {}
+        """The gradient norms of the last step, by their names in the log."""
         self._logged = -1
+        """The number of the step that was logged last; -1 before the first."""
         self._ends: list[Callable[[], None]] = []
+        """The functions that undo what `on_train_start` has set up."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._end()
@@ -66,6 +69,7 @@ class NormCallback(pytorch.Callback):
         self._end()
 
     def _end(self) -> None:
+        """Undoes what `on_train_start` has set up. It may be called again."""
         while self._ends:
             self._ends.pop()()
 
