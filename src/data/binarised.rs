@@ -153,7 +153,7 @@ impl Binarised {
             file.read_exact(&mut bytes).map_err(|e| Error::io("read", &path, e))?;
             ids.clear();
             for value in bytes.chunks_exact(index.kind.bytes).map(|b| integer(b, index.kind.is_signed)) {
-                // A number so small that the difference wraps around becomes large, and is refused like any large id.
+                // If `value` is so small that the difference wraps around, `id` is large, and is refused as such.
                 let id = value.wrapping_sub(index.first);
                 if !(0..types as i64).contains(&id) {
                     return Err(Error::invalid(format!(
@@ -300,7 +300,7 @@ impl Index {
     }
 
     /// Returns the index if no bytes are left in `rest` and `starts` agree with the lengths. Starts are counted in
-    /// numbers; one in the middle of a number is `None`. `starts` may have one more entry, the end of the last sentence.
+    /// numbers; a start inside a number is `None`. `starts` may have one more entry, the end of the last sentence.
     fn verified(self, rest: &[u8], mut starts: impl Iterator<Item = Option<i64>>) -> Result<Self, String> {
         let mut expected_start = 0;
         let is_consistent = self.lengths.iter().all(|length| {

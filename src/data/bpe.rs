@@ -194,8 +194,8 @@ impl Bpe {
         let entry = |symbols: &[Range<usize>], next: &[usize], left| Some(Reverse((rank(symbols, next, left)?, left)));
         let mut queue: BinaryHeap<_> = (0..count).filter_map(|left| entry(&symbols, &next, left)).collect();
         while let Some(&Reverse((lowest, _))) = queue.peek() {
-            // All pairs with this rank are joined, from left to right, before any pair that these merges create. `joined`
-            // has the indices of their left symbols.
+            // All pairs with this rank are joined, from left to right, before any pair that these merges create.
+            // `joined` has the indices of their left symbols.
             let mut joined = Vec::new();
             while let Some(&Reverse((_, left))) = queue.peek().filter(|Reverse((other, _))| *other == lowest) {
                 queue.pop();

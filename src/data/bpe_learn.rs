@@ -174,7 +174,7 @@ impl Learner {
             check_interrupt()?;
             let Some((count, Reverse(pair), Reverse(entry))) = self.queue.pop() else { break };
             let current_count = self.counts[&pair];
-            // The entry came out by an outdated count, so it is queued again by the current one.
+            // The popped entry had an outdated count, so it is queued again with the current one.
             if count != current_count {
                 self.queue.push((current_count, Reverse(pair), Reverse(entry)));
                 continue;
@@ -185,7 +185,7 @@ impl Learner {
             merged.push(pair);
             let words = std::mem::take(&mut self.entry_words[entry]);
             let is_in_words = |place: &u32| words.binary_search(&self.words[*place as usize]).is_ok();
-            // The places in other words wait for another entry of this pair.
+            // Places in other words are kept for another queue entry of the same pair.
             let (places, others): (Vec<u32>, Vec<u32>) =
                 self.places.remove(&pair).unwrap_or_default().into_iter().partition(is_in_words);
             if !others.is_empty() {
@@ -212,7 +212,7 @@ impl Learner {
         }
         places.sort_unstable();
         places.dedup();
-        // The pairs that this merge creates, each with the words in which it does.
+        // The pairs that this merge creates, each with the indices of the words in which it creates them.
         let mut created: BTreeMap<IdPair, Vec<u32>> = BTreeMap::new();
         for place in places {
             let left_place = place as usize;

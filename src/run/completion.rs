@@ -68,7 +68,7 @@ impl Translator {
         let samples = options.samples as usize;
         let bytes = size_of::<Completion>() as u128 * prompts.len() as u128 * samples as u128;
         memory::room(bytes, || format!("{samples} texts of each of {} prompts (ask for fewer)", prompts.len()))?;
-        // The prompt and the number of each text to generate.
+        // `texts` has the indices (prompt, sample) of each text to generate.
         let texts: Vec<(usize, usize)> =
             (0..prompts.len()).flat_map(|prompt| (0..samples).map(move |sample| (prompt, sample))).collect();
         let mut completions: Vec<Vec<Completion>> = vec![Vec::new(); prompts.len()];

@@ -43,7 +43,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// Parses `new`, `resume` or `overwrite`. `from` names the checkpoint from which to resume; the other modes refuse it.
+    /// Parses `new`, `resume` or `overwrite`. `from` is the checkpoint from which to resume; the other modes refuse it.
     pub fn parse(word: &str, from: Option<String>) -> Result<Self> {
         match (word, from) {
             ("resume", from) => Ok(Mode::Resume { from }),
@@ -75,7 +75,7 @@ impl Configs {
         Ok(Configs {
             model: read(path, &config["model"])?,
             training: read(path, &config["training"])?,
-            // Checkpoints of earlier versions have no data options. Then those of config.json hold.
+            // Checkpoints of earlier versions have no data options, so those of config.json are used.
             data: config.get("data").map_or(Ok(self.data.clone()), |data| read(path, data))?,
         })
     }
@@ -158,7 +158,7 @@ impl Beginning {
 pub(super) fn check_beginning(output: &Path, mode: &Mode) -> Result<()> {
     let shown = output.display();
     check_checkpoints(output)?;
-    // Each path comes with true if a run wrote it.
+    // `found` lists (path, true if a run wrote it).
     let found = ownership::found(output);
     if *mode == Mode::New && found.iter().any(|(path, is_runs)| *is_runs && path.ends_with(CONFIG)) {
         return Err(Error::invalid(format!(
@@ -211,8 +211,8 @@ pub(super) fn check_checkpoints(output: &Path) -> Result<()> {
     }
 }
 
-/// Writes the text files of a run, and before them the checksums that prove they belong to the run. `mask` is the target
-/// vocabulary; `None` if every vocabulary entry is in it.
+/// Writes the text files of a run, and before them the checksums that prove they belong to the run. `mask` is the
+/// target vocabulary; `None` if every vocabulary entry is in it.
 fn write(
     output: &Path,
     configs: &Configs,
@@ -298,7 +298,7 @@ pub(super) fn resume(
         Some(from) => Some(store.chosen(from)?),
         None => store.newest()?,
     };
-    // The run's options so far: the checkpoint's, because an earlier resume may have changed those of config.json.
+    // The checkpoint's options count, because an earlier resume may have trained with others than config.json's.
     let before = match &found {
         Some(found) => beginning.of_checkpoint(&found.path, &found.checkpoint.config)?,
         None => beginning,
@@ -365,7 +365,8 @@ pub(super) fn read_configs(output: &Path) -> Result<Configs> {
     crate::config::from_json(&path.display().to_string(), &text)
 }
 
-/// Reads one of the run's text files, and returns its path and content. Symbolic links are not followed, because the folder may belong to another user.
+/// Reads one of the run's text files, and returns its path and content. Symbolic links are not followed, because the
+/// folder may belong to another user.
 fn read_own(output: &Path, name: &str) -> Result<(PathBuf, Vec<u8>)> {
     let path = output.join(name);
     let missing = || Error::io("read", &path, std::io::ErrorKind::NotFound.into());

@@ -40,7 +40,7 @@ pub fn with_weights_of(
             differing(&their_config, &model.config).unwrap_or("give the options of its model".into())
         ))
     };
-    // Pairs of rows, ours and theirs, of the entries that both vocabularies have.
+    // `rows` has a pair of rows, ours and theirs, for each entry that both vocabularies have.
     let rows = vocabulary.shared_with(&their_vocabulary);
     if let Some(name) = theirs.keys().filter(|name| !ours.contains_key(*name)).min() {
         return Err(refuse(format!("this run's has no {name}")));
@@ -48,7 +48,7 @@ pub fn with_weights_of(
     for (name, own) in &mut ours {
         let other = theirs.get(name).ok_or_else(|| refuse(format!("it has no {name}")))?;
         let is_table = name.ends_with("embedding.weight") || name.starts_with("output_projection.");
-        // The size of one row, if the parameter has a row for each vocabulary entry.
+        // The size of one row in our and in their parameter; `None` if it has no row for each vocabulary entry.
         let row_sizes = [(&*own, vocabulary), (other, &their_vocabulary)].map(|(t, vocabulary)| {
             let has_row_per_entry = is_table && t.size().first() == Some(&(vocabulary.len() as i64));
             has_row_per_entry.then(|| t.size()[1..].to_vec())

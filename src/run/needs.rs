@@ -85,7 +85,7 @@ impl Trial<'_> {
         };
         let by_encoder = extrapolated(&encoders, &by_encoder, model.encoder_layers);
         let by_decoder = extrapolated(&decoders, &by_decoder, model.decoder_layers);
-        // Both include the memory of the first measurement, which counts once.
+        // Each of the two estimates includes the first measurement, which must count only once.
         Ok((by_encoder + by_decoder - first).max(0.0) as usize)
     }
 

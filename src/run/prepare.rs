@@ -174,8 +174,8 @@ struct TextAsIds {
     references: Vec<String>,
 }
 
-/// Reads the run's text files, and turns their sentences into ids. `known` is the segmentation and vocabulary of the run
-/// to be resumed; without them, both come from the options and the training text.
+/// Reads the run's text files, and turns their sentences into ids. `known` is the segmentation and vocabulary of the
+/// run to be resumed; with `None`, both come from the options and the training text.
 fn files(
     has_source: bool,
     config: &DataConfig,

@@ -200,7 +200,7 @@ impl Translator {
         let target = within(self.encode(&target, &mut check_interrupt)?, self.seen.as_deref());
         let corpus = match has_source {
             // No sentence is too long for a batch here, because a batch holds at least one sentence. The second result,
-            // which says what pairs are kept, is dropped: `Refuse` keeps all.
+            // which says which pairs are kept, is dropped: `Refuse` keeps all.
             true => Corpus::parallel(
                 self.encode(&source, &mut check_interrupt)?,
                 target,

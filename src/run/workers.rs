@@ -49,8 +49,9 @@ const LEAST: usize = 384;
 type TranslateBatch<'a> =
     dyn Fn(&Transformer, &Search, usize, &mut dyn FnMut() -> Result<()>) -> Result<Vec<Vec<Hypothesis>>> + Sync + 'a;
 
-/// Calls `run` for each of the batches 0 to `batches` − 1, on `threads` threads. Passes the number and the result of each
-/// batch to `take`, in any order. Stops at the first error of a batch or of `check_interrupt`, which is called often.
+/// Calls `run` for each of the batches 0 to `batches` − 1, on `threads` threads. Passes the number and the result of
+/// each batch to `take`, in any order. Stops at the first error of a batch or of `check_interrupt`, which is called
+/// often.
 pub fn in_parallel(
     model: &Transformer,
     search: &Search,

@@ -32,7 +32,7 @@ impl ProcessGroup {
 
     /// Returns this rank's result, or an error if any rank has an error. Thus all ranks stop at the same place.
     pub fn agree<T>(self, result: Result<T>, device: Device) -> Result<T> {
-        // This rank's part of two counts: of interrupted ranks and of failed ranks.
+        // `mine` is what this rank adds to two counts: of interrupted ranks and of failed ranks.
         let mine = match &result {
             Ok(_) => [0.0, 0.0],
             Err(Error::Interrupted(_) | Error::Raised(_)) => [1.0, 0.0],

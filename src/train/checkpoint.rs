@@ -110,7 +110,7 @@ fn save_at(path: &Path, update: u64, checkpoint: &Checkpoint, saving: Option<Sav
             state: checkpoint.state.clone(),
         };
         let text = json(&manifest)?;
-        // The CRC-32 becomes the object's last entry, so its closing brace moves behind it, into the last line.
+        // The CRC-32 becomes the object's last entry: `last_line` writes it, and then the closing brace.
         let body = format!("{},\n", text.strip_suffix("\n}").unwrap_or(&text));
         folder.file(STATE, |sink| sink.put((body.clone() + &last_line(&body)).as_bytes()))?;
         Ok(())
@@ -260,7 +260,7 @@ impl Manifest {
                 folder.display()
             )));
         }
-        // The last line begins behind the newline before the last mark.
+        // The last line has the last mark, and begins behind the newline before that mark.
         const MARK: &[u8] = b"\"crc32\": ";
         let newline = text
             .windows(MARK.len())

@@ -23,11 +23,13 @@ pub struct Layers {
 
 /// The numbers of [`Layers`] while they travel from the device to the host.
 pub struct PendingLayers {
-    /// The names of the layers, of the gains and of the attention heads.
+    /// The names of the layers.
     layers: Vec<String>,
+    /// The names of the gains.
     gains: Vec<String>,
+    /// The names of the attention heads; none without `qk_clip`.
     heads: Vec<String>,
-    /// One number for each gain, then for each layer, then for each head.
+    /// One number for each gain, then one for each layer, then one for each head.
     numbers: Pending,
 }
 

@@ -148,7 +148,8 @@ impl Objective {
                 let h = h.f_narrow(0, start, rows)?;
                 let mut logits = workspace.block(rows, w.size()[0], kind, &h)?;
                 product(&logits, &h, &w.f_transpose(0, 1)?, b)?;
-                // `slope` is the softcap's derivative, of the capped logits. The cross-entropy overwrites these below.
+                // `slope` is the softcap's derivative. It is computed from the capped logits, which the cross-entropy
+                // overwrites below.
                 let slope = softcap.map(|cap| cap.write(&mut logits).and_then(|()| cap.slope(&logits))).transpose()?;
                 let targets = targets.f_narrow(0, start, rows)?;
                 let z_loss = self.z_loss(&logits, &targets.f_ne(ignored)?, scale)?;
@@ -220,8 +221,8 @@ struct OutputGradient {
 }
 
 impl OutputGradient {
-    /// Makes the gradient of the parameter `t`, or of a tensor computed from one. Products compute in `kind`; `entries` is
-    /// V_t, the part of the vocabulary that targets may have.
+    /// Makes the gradient, initially 0, of the parameter `t` or of a tensor computed from one. Products compute in
+    /// `kind`; `entries` is V_t, the part of the vocabulary that targets may have.
     fn new(t: &Tensor, kind: Kind, flat: Option<&FlatBuffers>, entries: Option<&TargetEntries>) -> Result<Self> {
         // In the flat buffers the gradient is complete where it lies. Otherwise autograd must propagate it.
         let (place, source) = match flat.map(|flat| flat.place(t)).transpose()?.flatten() {

@@ -120,10 +120,11 @@ impl Optimizer {
                     config.weight_decay != 0.0 && config.weight_decay_of == DecayOf::Matrices && !part.is_matrix();
                 let weight_decay = if skips_decay { 0.0 } else { multipliers.weight_decay };
                 // Adam's parameters come first, those with equal multipliers next to each other.
-                ((rule.is_some(), skips_decay, order), Multipliers { weight_decay, ..multipliers }, name, t)
+                let sort_key = (rule.is_some(), skips_decay, order);
+                (sort_key, Multipliers { weight_decay, ..multipliers }, name, t)
             })
             .collect();
-        sorted.sort_by_key(|(order, ..)| *order);
+        sorted.sort_by_key(|(sort_key, ..)| *sort_key);
         // `start` is where the next parameter begins in the buffers.
         let (mut start, mut segments, mut places) = (0, Vec::<Segment>::new(), BTreeMap::new());
         let mut adam_end = 0;
@@ -435,7 +436,7 @@ mod tests {
         configured(model, &config)
     }
 
-    /// Builds an optimizer for parameters named as in a model with two encoder layers and one decoder layer. `model` has
+    /// Builds an optimizer for parameters named as in a model with two encoder layers and one decoder layer. `model` is
     /// the model's options (JSON).
     fn configured(model: &str, config: &TrainingConfig) -> Optimizer {
         let mut b = Builder::fresh(4, Device::Cpu, Kind::Float);

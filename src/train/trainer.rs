@@ -428,7 +428,7 @@ impl Trainer {
         let wants_stop = sums.loss.f_full_like(f64::from(u8::from(self.own_stop.is_some())))?;
         let sums = self.group.sum(&Tensor::f_stack(&[&sums.loss, &sums.nll, &wants_stop], 0)?)?;
         let grad_norm = self.optimizer.step(number, lr, &sums.f_select(0, 0)?, self.group)?;
-        // The numbers in the order that `Running` states.
+        // The numbers are concatenated in the order that `Running` states.
         let last_numbers = [Some(grad_norm), logit].into_iter().flatten().map(|t| t.f_reshape([1i64].as_slice()));
         let parts = [Ok(sums)].into_iter().chain(last_numbers).collect::<std::result::Result<Vec<_>, _>>()?;
         let numbers = Pending::of(&Tensor::f_cat(&parts, 0)?)?;
@@ -471,7 +471,7 @@ impl Trainer {
             return Err(self.diverged(what, number, value));
         }
         let now = Instant::now();
-        // Updates overlap on a GPU. The time since the previous update's numbers arrived counts for this one only.
+        // Updates overlap on a GPU, so only the time since the previous update's numbers arrived counts for this one.
         let seconds = (now - start.max(self.last)).as_secs_f64();
         self.last = now;
         self.progress.seconds += seconds;

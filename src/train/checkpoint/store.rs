@@ -72,9 +72,9 @@ impl CheckpointStore {
     /// now the best: this one, or one by name. If no checkpoint has that name, the best one does not change.
     ///
     /// # Errors
-    /// Errors if a file operation fails, for example on a full disk; the message names the operation and the file. Earlier
-    /// checkpoints are unchanged. Nothing is left of the new checkpoint, or all of it if only the last flush or a link has
-    /// failed.
+    /// Errors if a file operation fails, for example on a full disk; the message names the operation and the file.
+    /// Earlier checkpoints are unchanged. Nothing is left of the new checkpoint, or all of it if only the last flush or
+    /// a link has failed.
     pub fn save(&self, update: u64, checkpoint: &Checkpoint, best: Best) -> Result<String> {
         fault::begin();
         let savings = self.savings()?;
@@ -143,7 +143,8 @@ impl CheckpointStore {
             let copy = self.folder.join(name);
             // A program that copied the run's folder may have copied a checkpoint in place of a link. If the
             // checkpoint itself is incomplete, such a copy is used instead.
-            let Some(key) = key.filter(|key| self.is_whole(*key) || !is_runs(&copy) || copy.is_symlink()) else {
+            let is_copy = || is_runs(&copy) && !copy.is_symlink();
+            let Some(key) = key.filter(|key| self.is_whole(*key) || !is_copy()) else {
                 return real_folder(&copy);
             };
             match real_folder(&self.folder.join(name_of(key))) {

@@ -111,7 +111,7 @@ mod tests {
     fn heads_that_share_keys_shrink_together() {
         for is_alive in [None, Some(true)] {
             let found = factors([1.0, 8.0], is_alive);
-            // Two rows a head: four rows of queries for each group, two of keys, then the values.
+            // Each head has two rows: four rows of queries for each group, two of keys, then the values.
             let rows = [[1.0; 4], [0.5; 4], [1.0, 1.0, 0.5, 0.5], [1.0; 4]].concat();
             assert!(found.iter().zip(&rows).all(|(a, b)| (a - b).abs() < 1e-12), "{found:?}");
         }

@@ -39,8 +39,8 @@ impl UnitMatrices {
         })
     }
 
-    /// Replaces each matrix by `changed(matrix, lengths of its vectors)`. The lengths have size 1 in the summed dimension,
-    /// so that they broadcast over the matrix.
+    /// Replaces each matrix by `changed(matrix, lengths of its vectors)`. The lengths have size 1 in the summed
+    /// dimension, so that they broadcast over the matrix.
     fn each(&self, changed: impl Fn(&Tensor, &Tensor) -> Result<Tensor>) -> Result<()> {
         no_grad(|| {
             self.0.iter().try_for_each(|(m, dimension)| {
