@@ -17,7 +17,7 @@ def drawn_apart(device: torch.device | str | None, *where: Any) -> Iterator[None
     generators = _generators(device)
     states = [generator.get_state() for generator in generators]
     text = b"".join(bytes(state.tolist()) for state in states) + repr(where).encode()
-    seed = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")  # 7 bytes fit in an int64
+    seed = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")  # 7 bytes always fit into an int64
     try:
         for generator in generators:
             generator.manual_seed(seed)
@@ -34,6 +34,7 @@ def move_on() -> None:
 
 
 def _generators(device: torch.device | str | None) -> list[torch.Generator]:
+    """Returns torch's default generators of the CPU and, if the device is CUDA's, of the device."""
     device = torch.get_default_device() if device is None else torch.device(device)
     if device.type != "cuda":
         return [torch.default_generator]

@@ -41,7 +41,7 @@ def draw_linear(
     if widths is not None and len({*widths}) > 1:  # uneven blocks need a call for each role
         sizes, groups = [*widths], [[role] for role in roles]
 
-    def draw(t: Tensor) -> None:  # t: a plain tensor of the weight's shape
+    def draw(t: Tensor) -> None:
         for block, group in zip(t.split(sizes), groups, strict=True):
             _core.draw_linear(block, group, *where)
 

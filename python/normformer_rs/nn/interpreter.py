@@ -37,7 +37,7 @@ def apply_changes(
 ) -> Tensor:
     """Returns x after the changes at one place, which may add to `kept`."""
     for change in changes:
-        # the owner's norm or parameter; otherwise a constant, a name or a Mix
+        # `content` is the owner's norm or parameter, or else a constant, a name or a Mix.
         content = getattr(owner, change.what.name) if isinstance(change.what, NormAt | Learned) else change.what
         if change.kind == "norm":
             x = apply_norm(content, x, padding_mask)
@@ -55,12 +55,13 @@ def apply_changes(
             _kept(kept)[content] = x
         elif change.kind == "mix":
             x = _times(owner, content.own, x) + _times(owner, content.kept, _find(_kept(kept), content.name, x))
-        else:  # head_scale
+        else:  # head_scale: one number for the columns of each head
             x = (x.unflatten(-1, (content.numel(), -1)) * content.to(x.dtype).unsqueeze(-1)).flatten(-2)
     return x
 
 
 def _kept(kept: KeptTensors | None) -> KeptTensors:
+    """Returns the dictionary of kept tensors. Errors: InputError if there is none, because no stack runs the layer."""
     if kept is None:
         raise InputError(
             "this scheme hands tensors from layer to layer: put the layer into a stack of normformer_rs.nn"
@@ -82,7 +83,7 @@ def _find(kept: KeptTensors, name: str, x: Tensor) -> Tensor:
 
 def _times(owner: nn.Module, factor: Gain, x: Tensor) -> Tensor:
     """Returns x times a declared gain of `owner`."""
-    multiplier = gain(owner, factor, x, None)
+    multiplier = gain(owner, factor, x, None)  # a mix has no growing gain
     return x if multiplier is None else x * multiplier.to(x.dtype)
 
 
@@ -139,8 +140,9 @@ def close(
     alpha_t: Tensor | None = None,
     padding_mask: Tensor | None = None,
 ) -> Streams:
-    """Returns the streams after F(…) = f. `following`: the norm that is the only change of the next sublayer's
-    `before`; if the step fuses it, the result also holds N(x⁺)."""
+    """Returns the streams after F(…) = f. `dropout`: the module for f; `draw`: the masks of this forward. `following`:
+    the norm that is the only change of the next sublayer's `before`; if the step fuses it, the result also holds N(x⁺).
+    `alpha_t`: the growing gain, None if nothing grows."""
     f = apply_changes(owner, sublayer.branch, f, padding_mask, streams.kept)
     x = apply_changes(owner, sublayer.skip, streams.x, padding_mask, streams.kept)
     if sublayer.scale != 1.0:
@@ -158,33 +160,37 @@ def close(
         return Streams(written[0], written[1:], kept=streams.kept, outputs=streams.outputs)
 
     def gains(step: Sublayer | StreamStep) -> tuple[Tensor | None, Tensor | None]:
+        """Returns α and β; None stands for 1."""
         return gain(owner, step.alpha, x, alpha_t), gain(owner, step.beta, x, alpha_t)
 
     def add(s: Tensor, alpha: Tensor | None, beta: Tensor | None) -> Tensor:
+        """Returns α⊙s + β⊙drop(f) for a stream s."""
         if is_composed:
             return formulas.residual(s, f, alpha, beta)
-        return OPS.residual(s, f, alpha, beta, None, None, 0.0, *where)[0]
+        no_norm = None, None, 0.0  # no weight, no bias, and an ε that nothing reads
+        return OPS.residual(s, f, alpha, beta, *no_norm, *where)[0]
 
     others = tuple(add(s, *gains(step)) for s, step in zip(streams.others, sublayer.streams, strict=True))
     alpha, beta = gains(sublayer)
     if alpha is not None and owner.place.declared.is_profiled:
         profile_step(alpha, x, f if beta is None else f * beta.to(f.dtype), where)
     # The norm to fuse: the only change of `after`, or, without an `after`, of the next sublayer's `before`.
-    at = only_norm(sublayer.after) if sublayer.after else following
-    norm: Any = None if at is None else getattr(owner, at.name)
+    declared_norm = only_norm(sublayer.after) if sublayer.after else following
+    norm: Any = None if declared_norm is None else getattr(owner, declared_norm.name)
     can_fuse = not is_composed and norm is not None and is_row_norm(norm) and norm.fuses(x)
     if not can_fuse:
         x_plus = apply_changes(owner, sublayer.after, add(x, alpha, beta), padding_mask, streams.kept)
         return Streams(x_plus, others, kept=streams.kept, outputs=streams.outputs)
     fused = getattr(OPS, norm.operator + "_residual")
-    dtype = x.dtype if sublayer.after else f.dtype  # of N(x⁺), the stream itself or the next F's input
+    dtype = x.dtype if sublayer.after else f.dtype  # that of N(x⁺), the stream itself or the next F's input
     x_plus, y, _ = fused(x, f, alpha, beta, *norm.parameters_in_use(x), *norm.own(x), *where, dtype)
     x_plus, normed = (y, None) if sublayer.after else (x_plus, y)
     return Streams(x_plus, others, normed, kept=streams.kept, outputs=streams.outputs)
 
 
 def gain(owner: nn.Module, declared: Gain, x: Tensor, alpha_t: Tensor | None) -> Tensor | None:
-    """Returns a declared gain as a tensor; None stands for 1."""
+    """Returns a gain that `owner` declares, as a tensor on x's device; None stands for 1. `alpha_t`: the growing
+    gain."""
     if isinstance(declared, Learned):
         return getattr(owner, declared.name)
     if isinstance(declared, Curve):
@@ -197,6 +203,7 @@ def gain(owner: nn.Module, declared: Gain, x: Tensor, alpha_t: Tensor | None) ->
 
 _CURVES: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
+    # 1 − σ² = (1 − σ)(1 + σ) = σ(−w)(1 + σ(w)), without the cancellation of 1 − σ².
     "co_sigmoid": lambda w: (torch.sigmoid(-w) * (1 + torch.sigmoid(w))).clamp_min(1e-3).sqrt(),
     "magnitude": torch.abs,
     "co_magnitude": lambda w: 1 - w.abs(),

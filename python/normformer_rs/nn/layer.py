@@ -117,6 +117,7 @@ class Layer(Growing, Placeable):
         self.keeps_torchs_values = init == "torch" or self.is_torchs
         if not self.keeps_torchs_values:
             self.draw()
+        # An encoder's layer has two kinds of sublayers.
         own_depth = encoder_layers if len(self.kinds) == 2 else decoder_layers
         if own_depth is None:
             self.placed = None
@@ -138,7 +139,7 @@ class Layer(Growing, Placeable):
         self._set_linear_resets()
 
     def _set_linear_resets(self) -> None:
-        """Sets the linear layers' `reset_parameters`, for code that resets them one by one."""
+        """Gives each linear layer a `reset_parameters` of its own, for code that resets modules one by one."""
         for linear, roles, sublayer in self._linears():
             drawn = ("xavier" if self.is_xavier else "torch") if self.keeps_torchs_values else roles
             vars(linear)["reset_parameters"] = FirstValues(linear, self, drawn, self.place, sublayer)
@@ -161,12 +162,14 @@ class Layer(Growing, Placeable):
             yield gate, ("gate",), last
 
     def _depths(self, encoder_layers: int | None, decoder_layers: int | None) -> dict[str, Any]:
+        """Returns the configuration's architecture and depths, from the depths that the caller gave or left out."""
         raise NotImplementedError
 
     def _install(self, factory: Mapping[str, Any], bias: bool) -> None:
         """Makes the scheme's norms and parameters, in the layer and in its attentions."""
         self.has_norm_biases = bias
         self._enter_attentions()
+        # `part` counts the calls, so that each draws other random values.
         for part, (owner, items) in enumerate(self._declared()):
             install(owner, items, self.place, part, factory=factory, bias=bias)
 
@@ -174,8 +177,9 @@ class Layer(Growing, Placeable):
         """Sets the changes inside the attentions, and the factor of their scores."""
         for name, sublayer in zip(self.attentions, self.place.sublayers):
             attention: MultiheadAttention = getattr(self, name)
-            below = operator.methodcaller("removeprefix", f"{name}.")
-            attention.set_inside(renamed(sublayer.inside, below))
+            # The layer's name self_attn.norm1 is norm1 in the attention itself.
+            without_prefix = operator.methodcaller("removeprefix", f"{name}.")
+            attention.set_inside(renamed(sublayer.inside, without_prefix))
             attention.reads_apart = mixing.reads_apart(sublayer.mixing)
             attention.scale = self.place.declared.attention
 
@@ -197,7 +201,8 @@ class Layer(Growing, Placeable):
         self.place = place
         self._enter_attentions()
         for part, (before, (owner, items)) in enumerate(zip(items_before, self._declared())):
-            for name in {item.name for item in before} - {item.name for item in items}:  # only the old place's
+            # The new place does not have these parts of the old one.
+            for name in {item.name for item in before} - {item.name for item in items}:
                 delattr(owner, name)
             missing = [item for item in items if item not in before]
             install(owner, missing, place, part, factory=factory, bias=self.has_norm_biases)
@@ -255,11 +260,12 @@ class Layer(Growing, Placeable):
     def draw(self) -> None:
         """Initialises the linear layers as `init` says, whatever their values were."""
         for linear, roles, i in self._linears():
-            if roles == ("output",):  # out_proj; the stacked matrix is drawn before it
+            if roles == ("output",):  # an attention's out_proj: the stacked matrix of q, k and v is drawn first
                 attention: MultiheadAttention = getattr(self, self.attentions[i])
                 widths = getattr(attention, "widths", None)  # None: torch.nn's attention, with equal numbers of rows
                 draw_module(attention, ("query", "key", "value"), self.place, i, widths, prefix="in_proj_")
                 attention.reset_sinks()
+            # An output gate is an option, so its draws must not shift those of the other matrices.
             with drawn_apart(linear.weight.device, i) if roles == ("output_gate",) else nullcontext():
                 draw_module(linear, roles, self.place, i)
 
@@ -313,6 +319,7 @@ class Layer(Growing, Placeable):
         inside = self.place.sublayers[-1].inside
 
         def change(point: str, x: Tensor) -> Tensor:
+            """Returns x after the scheme's changes at a point inside the feed-forward."""
             return apply_changes(self, inside.get(point, ()), x, padding_mask, kept)
 
         x, gate = change("input", x), self._modules.get("linear3")
@@ -321,13 +328,13 @@ class Layer(Growing, Placeable):
         is_relu = self.activation is F.relu or (
             isinstance(self.activation, nn.Module) and is_plain(self.activation, nn.ReLU)
         )
-        # one operator computes dropout and ReLU
+        # One operator computes dropout and ReLU. Dropout's factors are not negative, so they may come before the ReLU.
         if is_relu and gate is None and p is not None and not is_distributed(h):
-            h, where = draw.drop(h, p)  # dropout's factors are not negative, so they may come before the ReLU
+            h, where = draw.drop(h, p)  # (rate, seed, site) of the dropout that the operator still applies
             h = OPS.relu_dropout(h, *where)
         else:
             h = self.activation(h) if gate is None else self.activation(h) * gate(x)
-            # a recomputation must drop what the first run dropped
+            # A recomputation in the backward pass must drop the same elements as the first run.
             h = draw.drop(h, p)[0] if p and is_run_again() else self.dropout(h)
         return self.linear2(change("after_activation", h))
 
@@ -356,7 +363,7 @@ def attended(layer: Layer, name: str, x: Tensor, memory: Tensor, kept: KeptTenso
         inside = {}
         if not wraps_ours:
             masks = _torchs_masks(layer, attention, x, memory, **masks)
-    # A subclass may have a forward of its own, without `is_self`.
+    # A subclass may have a forward of its own, without `is_self`, which says that q, k and v read one tensor.
     if memory is x and getattr(type(attention), "forward", None) is MultiheadAttention.forward:
         masks["is_self"] = True
     inputs = x.unbind() if reads_apart else (x, memory, memory)
@@ -377,9 +384,10 @@ def _check_other_attention(layer: Layer, name: str, attention: Any) -> tuple[Sub
     parts["positions"] = "rotary" if config.positions == "rotary" and name == "self_attn" else None
     needs = [f"{part}={value!r}" for part, value in parts.items() if value]
     needs += [f"changes at {point}" for point in sublayer.inside]
+    # The declared factor of scores is None for torch.nn's, 1/√d_head.
     needs += ["another scale"] if layer.place.declared.attention is not None else []
     needs += ["inputs of their own for q, k and v"] if mixing.reads_apart(sublayer.mixing) else []
-    if wraps_ours:  # then only kept tensors are out of its reach
+    if wraps_ours:  # the wrapper passes on all but kept tensors
         needs = [f"changes at {point}" for point, changes in sublayer.inside.items() if passes(changes)]
     if needs:
         raise InputError(
@@ -401,8 +409,9 @@ def _torchs_masks(
 ) -> dict[str, Any]:
     """Returns masks as torch.nn's layers pass them to attention: an encoder's as floats, a causal one as a tensor."""
     if is_causal and attn_mask is None:
-        time = 1 if x.dim() == 3 and getattr(attention, "batch_first", False) else 0  # the dimension of positions
-        attn_mask = torch.ones(x.shape[time], memory.shape[time], dtype=torch.bool, device=x.device).triu(1)
+        positions = 1 if x.dim() == 3 and getattr(attention, "batch_first", False) else 0  # a dimension's number
+        lengths = x.shape[positions], memory.shape[positions]
+        attn_mask = torch.ones(*lengths, dtype=torch.bool, device=x.device).triu(1)
     masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
     if len(layer.kinds) == 2:  # an encoder's layer
         masks = {name: None if mask is None else additive(mask, x.dtype) for name, mask in masks.items()}
@@ -433,6 +442,7 @@ def _check_attention(config: Any, options: Mapping[str, Any]) -> None:
 
 
 def _relu2(x: Tensor) -> Tensor:
+    """Returns max(x, 0)²."""
     return F.relu(x).square()
 
 
@@ -443,6 +453,7 @@ GATED = ("swiglu", "geglu")
 
 
 def _activation(activation: Activation) -> Callable[[Tensor], Tensor]:
+    """Returns an activation's function. Errors: InputError for an unknown name."""
     if callable(activation):
         return activation
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:

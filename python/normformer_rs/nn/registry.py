@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 def _class_of(name: str, module: str) -> Any:
+    """Returns the class `module` of the norm `name`. Errors: ImportError if no file defines or builds it."""
     for home in (norms, running, blended, composed):
         if found := getattr(home, module, None):
             return found
@@ -92,7 +93,8 @@ def norm_of_config(
 
 
 def _drawn(norm: Any, shapes: Mapping[str, Any], config: TransformerConfig) -> Any:
-    """Returns the norm, after initialising its matrices over the width as the model's parametrisation says."""
+    """Returns the norm, after initialising its matrices over the width as the model's parametrisation says. `shapes`:
+    the declared shape of each parameter."""
     factor = drawn_over_width(config)
     over_width = [name for name, shape in shapes.items() if not isinstance(shape, str) and shape[-1] == "width"]
     if over_width and factor != 1.0:
@@ -110,7 +112,8 @@ def _own(name: str, config: TransformerConfig) -> "Norm | None":
         return None
     given = (config.norm, config.encoder_norm, config.decoder_norm)
     owns: list[Any] = [own for own in given if own is not None and not isinstance(own, str)]
-    return next((own for own in owns if own.name == name.partition("#")[0]), None)
+    declared_name = name.partition("#")[0]
+    return next((own for own in owns if own.name == declared_name), None)
 
 
 @functools.lru_cache(maxsize=256)

@@ -26,7 +26,7 @@ from .step_hooks import Growing
 from .tracing import leaf
 
 _BEGIN, _END, _MIXING = range(10, 13)
-"""The numbers of a stack's own parts, beside those of its layers' (`install`)."""
+"""The `part` of a stack's own calls of `install`. Those of its layers count from 0 and are below 10."""
 
 
 class Sums(nn.Module):
@@ -45,8 +45,9 @@ class Sums(nn.Module):
         self.on_sums, self.skips_first = declared.on_sums, declared.skips_first
         self.first, self.weight = declared.weight, make(declared.weight, place, factory)
         vars(self)[LEARNED] = {"weight": declared.weight.sums_over}
-        # "combine.norms.3" becomes the key "3"
-        self.norms = nn.ModuleDict({at.name.rsplit(".", 1)[1]: make(at, place, factory, bias) for at in declared.norms})
+        # The declared name "combine.norms.3" becomes the key "3".
+        norms = {norm.name.rsplit(".", 1)[1]: make(norm, place, factory, bias) for norm in declared.norms}
+        self.norms = nn.ModuleDict(norms)
         mark_drawn(self)
 
     @torch.no_grad()
@@ -63,6 +64,7 @@ class Sums(nn.Module):
         row = len(outputs)
 
         def normed(x: Tensor) -> Tensor:
+            """Returns N(x) if the scheme declares a norm for this row, otherwise x."""
             return apply_norm(self.norms[str(row)], x, padding_mask) if str(row) in self.norms else x
 
         outputs.append(y if self.on_sums else normed(y))
@@ -130,8 +132,8 @@ class Stack(Growing):
         for change in end:
             if change.kind != "norm" or self.norm is None:  # a norm that the caller gave stays
                 install(self, parts_of(change), place, _END, factory=factory, bias=bias)
-        streams = (at for at in declared.streams if at is not None)
-        install(self, (*parts_of(declared.begin), *streams), place, _BEGIN, factory=factory, bias=bias)
+        end_norms = (norm for norm in declared.streams if norm is not None)
+        install(self, (*parts_of(declared.begin), *end_norms), place, _BEGIN, factory=factory, bias=bias)
         install(self, parts_of(declared.mixing), place, _MIXING, factory=factory)
         self.begin, self.streams, self.mixing = declared.begin, declared.streams, declared.mixing
         self.end = tuple(change for change in end if change.kind != "norm")
@@ -142,13 +144,15 @@ class Stack(Growing):
         for module in (*self.layers.children(), self._modules.get("combine"), self.norm):
             reset_module(module)
         reset(self, parts_of(self.end), _END)
-        reset(self, (*parts_of(self.begin), *(at for at in self.streams if at is not None)), _BEGIN)
+        end_norms = (norm for norm in self.streams if norm is not None)
+        reset(self, (*parts_of(self.begin), *end_norms), _BEGIN)
         reset(self, parts_of(self.mixing), _MIXING)
         self.reset_growth()
 
     def _run(self, x: Tensor, call: Callable[..., Any], padding_mask: Tensor | None) -> Tensor:
-        """Runs x through the layers. Each layer gets α_t, if the scheme has a factor that grows during training; the
-        other residual streams, if the scheme has several; and the tensors that earlier layers have kept for it."""
+        """Runs x through the layers by `call(layer, x, **keywords)`. Each layer gets α_t, if the scheme has a factor
+        that grows during training; the other residual streams, if the scheme has several; and the tensors that earlier
+        layers have kept for it."""
         begin_stack()
         kept: KeptTensors = {}
         x = apply_changes(self, self.begin, x, padding_mask, kept)
@@ -169,14 +173,14 @@ class Stack(Growing):
             if has_several:
                 spec = layer.place.spec
                 x, others = call(layer, x, **grown, others=(*others, *(kept[name] for name in spec.takes)))
-                count = len(others) - len(spec.leaves)
+                count = len(others) - len(spec.leaves)  # the number of streams beside x
                 others, newly_kept = others[:count], others[count:]
                 kept |= zip(spec.leaves, newly_kept, strict=True)
             else:
                 x = call(layer, x, **grown)
         x = x if combine is None else combine(x, outputs, padding_mask)
-        for at, s in zip(self.streams, others):  # s: a stream beside x; at: the norm at its end
-            x = x + (s if at is None else apply_norm(getattr(self, at.name), s, padding_mask))
+        for end_norm, stream in zip(self.streams, others):  # the streams beside x
+            x = x + (stream if end_norm is None else apply_norm(getattr(self, end_norm.name), stream, padding_mask))
         x, _ = mixing.read(self.mixing, self, (x, *others))
         x = apply_changes(self, self.end, x, padding_mask, kept)
         return x if self.norm is None else apply_norm(self.norm, x, padding_mask)
@@ -195,9 +199,10 @@ class Stack(Growing):
 
 
 def _padding(stack: Stack, x: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Returns the key padding mask in x's leading shape, True at padding; None if the layers are not this package's."""
     # The wrappers of torch.compile and activation checkpointing pass attributes through.
-    ask = getattr(stack.layers[0], "_padding", None)
-    return None if ask is None else ask(x, mask)
+    layers_own = getattr(stack.layers[0], "_padding", None)
+    return None if layers_own is None else layers_own(x, mask)
 
 
 class TransformerEncoder(Stack):
@@ -361,9 +366,9 @@ class Transformer(nn.Module):
 
         def end(layer: Layer) -> nn.Module | None:
             """Returns the last norm of torch.nn's arrangement; a named scheme makes its own."""
-            at = NormAt("norm", d_model, last=True, ends_stack=True)
+            declared = NormAt("norm", d_model, last=True, ends_stack=True)
             factory = {"device": device, "dtype": dtype}
-            return make(at, layer.place, factory, bias) if residual is None else None
+            return make(declared, layer.place, factory, bias) if residual is None else None
 
         self.encoder: Any = custom_encoder
         if custom_encoder is None:
@@ -408,7 +413,7 @@ class Transformer(nn.Module):
         memory_is_causal: bool = False,
     ) -> Tensor:
         """Returns the decoded sequence, in tgt's shape. Shapes and masks are as in torch.nn."""
-        batch = 0 if self.batch_first else 1
+        batch = 0 if self.batch_first else 1  # the dimension of sentences
         if src.dim() == 3 and src.shape[batch] != tgt.shape[batch]:
             raise RuntimeError(
                 f"src and tgt must have the same number of sentences; got {src.shape[batch]} and {tgt.shape[batch]}"
