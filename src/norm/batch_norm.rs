@@ -39,28 +39,29 @@ pub static OPERATOR: ColumnNormOpSpec = ColumnNormOpSpec {
     composed: settle_composed,
 };
 
-/// Updates the running statistics in training, and returns the statistics to apply: in evaluation the running ones,
-/// otherwise the batch's.
-fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stats {
-    if !o.train && !state.first.is_empty() {
-        return Stats::new(state.first, state.second, o.eps);
+/// Updates the running mean (`first`) and variance (`second`) in training. Returns the statistics to apply: in
+/// evaluation the running ones if there are any, otherwise the batch's.
+fn settle(batch: &BatchStatistics, state: &mut State, options: &ColumnOptions) -> Stats {
+    if !options.train && !state.first.is_empty() {
+        return Stats::new(state.first, state.second, options.eps);
     }
-    if o.train && !state.first.is_empty() && state.accepts(batch.count, &[&batch.mean, &batch.square]) {
+    if options.train && !state.first.is_empty() && state.accepts(batch.count, &[&batch.mean, &batch.square]) {
+        let alpha = options.alpha;
         for (running, now) in [(&mut *state.first, &batch.mean), (&mut *state.second, &batch.square)] {
-            running.iter_mut().zip(now).for_each(|(r, b)| *r = o.alpha * *r + (1.0 - o.alpha) * b);
+            running.iter_mut().zip(now).for_each(|(running, now)| *running = alpha * *running + (1.0 - alpha) * now);
         }
     }
-    Stats::of_batch(batch, o.eps)
+    Stats::of_batch(batch, options.eps)
 }
 
 /// Computes the same as `settle` with PyTorch's operations.
-fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions) -> Result<AppliedStatistics> {
-    let (Some(mean), Some(variance)) = (&state.first, &state.second) else { return batch.used(o) };
-    if !o.train {
-        return AppliedStatistics::running(Some(mean), variance, batch, o);
+fn settle_composed(batch: &BatchTensors, state: &StateTensors, options: &ColumnOptions) -> Result<AppliedStatistics> {
+    let (Some(mean), Some(variance)) = (&state.first, &state.second) else { return batch.used(options) };
+    if !options.train {
+        return AppliedStatistics::running(Some(mean), variance, batch, options);
     }
     let accepted = state.accepts(batch, &[&batch.mean()?, &batch.square])?;
-    state.move_to(mean, &batch.mean()?, o.alpha, &accepted)?;
-    state.move_to(variance, &batch.square, o.alpha, &accepted)?;
-    batch.used(o)
+    state.move_to(mean, &batch.mean()?, options.alpha, &accepted)?;
+    state.move_to(variance, &batch.square, options.alpha, &accepted)?;
+    batch.used(options)
 }

@@ -36,7 +36,7 @@ pub fn over_row(x: &Tensor, width: i64, reduce: impl Fn(&Tensor) -> Result<Tenso
     }
 }
 
-/// Returns the mean of each row of `width` numbers, (…, 1).
+/// Returns the mean of each row of `width` numbers, with the shape (…, 1).
 pub fn mean(x: &Tensor, width: i64) -> Result<Tensor> {
     if width <= LONGEST {
         return Ok(x.f_mean_dim([-1i64].as_slice(), true, None)?);
@@ -45,7 +45,7 @@ pub fn mean(x: &Tensor, width: i64) -> Result<Tensor> {
     Ok(sum.f_div_scalar(width as f64)?)
 }
 
-/// Returns W x for each row x of `width` numbers. For long rows, adds the products of parts.
+/// Returns W x for each row x of `width` numbers; w is (out, width). For long rows, adds the products of parts.
 pub fn product(x: &Tensor, w: &Tensor, width: i64) -> Result<Tensor> {
     if width <= LONGEST {
         return Ok(x.f_linear::<&Tensor>(w, None)?);

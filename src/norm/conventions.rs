@@ -85,11 +85,13 @@ pub fn form(given: &NormArgs) -> Result<Form> {
 }
 
 impl Conventions {
+    /// Returns the conventions of an rmsnorm with these keyword arguments.
     fn of(given: &NormArgs) -> Result<Self> {
         let word = |keyword| given.value(keyword).and_then(Value::as_str).unwrap_or_default();
         Conventions::parse(word("cast"), word("eps_place"), given.float("part"))
     }
 
+    /// Returns the conventions from the words and the number of the options of the same names.
     pub fn parse(cast: &str, eps_place: &str, part: f64) -> Result<Self> {
         let (cast, eps_outside) = (Cast::parse(cast)?, EpsPlace::parse(eps_place)? == EpsPlace::Outside);
         (PART.check)("part", part)?;
@@ -179,15 +181,18 @@ mod tests {
     const X: [f64; 4] = [1.0, -2.0, 3.0, 0.5];
     const GAMMA: [f64; 4] = [1.0, 0.5, 2.0, -1.0];
 
+    /// Returns the arguments of the norm or family `name` with width 64.
     fn given(name: &str, options: &Options) -> NormArgs {
         let (spec, options) = named(name, options).unwrap();
         spec.at(&NormContext { options: &options, width: 64, ..NormContext::ANY })
     }
 
+    /// Returns the conventions of the norm or family `name`.
     fn of(name: &str) -> Conventions {
         Conventions::of(&given(name, &Options::NONE)).unwrap()
     }
 
+    /// Returns y of the composed form for rows of any width.
     fn composed(how: Conventions, x: &Tensor, gain: Option<&Tensor>, eps: f64) -> Tensor {
         how.composed(x, gain, eps, how.measured(*x.size().last().unwrap()).unwrap()).unwrap()
     }

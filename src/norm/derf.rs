@@ -41,8 +41,8 @@ pub static OPERATOR: RowNormOpSpec = RowNormOpSpec {
     x_hat,
 };
 
-/// Returns x̂ = erf(αx + s).
-fn x_hat(x: &Tensor, inside: &[Tensor], _: &NormArgs) -> Result<Tensor> {
+/// Returns x̂ = erf(αx + s); `inside` is [α, s].
+fn x_hat(x: &Tensor, inside: &[Tensor], _given: &NormArgs) -> Result<Tensor> {
     Ok(x.f_mul(&inside[0])?.f_add(&inside[1])?.f_erf()?)
 }
 

@@ -41,8 +41,8 @@ pub static OPERATOR: RowNormOpSpec = RowNormOpSpec {
     x_hat,
 };
 
-/// Returns x̂ = tanh(αx).
-fn x_hat(x: &Tensor, inside: &[Tensor], _: &NormArgs) -> Result<Tensor> {
+/// Returns x̂ = tanh(αx); `inside` is [α].
+fn x_hat(x: &Tensor, inside: &[Tensor], _given: &NormArgs) -> Result<Tensor> {
     Ok(x.f_mul(&inside[0])?.f_tanh()?)
 }
 

@@ -31,6 +31,7 @@ pub static SPEC: Spec = Spec {
 
 /// The standard deviation of the initial W₁ and W₂, A.X-K2's initializer_range.
 const STD: f64 = 0.02;
+/// The side of W₁ and W₂ whose length is the option `rank`.
 const RANK_SIDE: Size = Size::By("rank");
 
 option_spec! {

@@ -74,6 +74,7 @@ pub enum GivenWidth {
 }
 
 impl GivenShape {
+    /// Returns the two sides of a matrix; empty for every other shape.
     fn sides(&self) -> &[GivenSide] {
         match self {
             GivenShape::Named(_) => &[],
@@ -81,6 +82,7 @@ impl GivenShape {
         }
     }
 
+    /// Converts the shape to the form of the table of norms.
     fn declared(self) -> DeclaredShape {
         match self {
             GivenShape::Named(GivenName::One) => DeclaredShape::One,
@@ -93,10 +95,12 @@ impl GivenShape {
     }
 }
 
+/// Returns the default of a parameter's `factor`, for serde.
 fn one() -> f64 {
     1.0
 }
 
+/// A user's declaration, and the entry made from it.
 struct RegisteredNorm {
     given: &'static GivenNorm,
     spec: &'static Spec,
@@ -110,8 +114,8 @@ static KNOWN: Mutex<Vec<RegisteredNorm>> = Mutex::new(Vec::new());
 pub fn entry(given: GivenNorm) -> Result<&'static Spec> {
     check(&given)?;
     let mut known = KNOWN.lock().unwrap_or_else(|e| e.into_inner());
-    if let Some(found) = known.iter().find(|known| *known.given == given) {
-        return Ok(found.spec);
+    if let Some(registered) = known.iter().find(|known| *known.given == given) {
+        return Ok(registered.spec);
     }
     let namesakes = known.iter().filter(|known| known.given.name == given.name).count();
     let name = if namesakes == 0 { given.name.clone() } else { format!("{}#{}", given.name, namesakes + 1) };
@@ -149,6 +153,7 @@ pub fn declared(name: &str) -> Option<&'static GivenNorm> {
 }
 
 impl GivenParameter {
+    /// Converts the parameter to the form of the table of norms.
     fn declared(&'static self) -> Parameter {
         Parameter {
             name: &self.name,
@@ -211,6 +216,7 @@ fn check(given: &GivenNorm) -> Result<()> {
 mod tests {
     use super::*;
 
+    /// Declares a norm "own" with one number g, whose initial value is `start` at width 4.
     fn given(start: f64) -> GivenNorm {
         let text =
             format!(r#"{{"name": "own", "parameters": [{{"name": "g", "shape": "one", "start": {{"4": {start}}}}}]}}"#);

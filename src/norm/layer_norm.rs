@@ -37,7 +37,7 @@ impl RowNorm for LayerNorm {
         Measured { shift: mean * unit, scale: A::ONE / hypotenuse(variance.sqrt() * unit, eps.sqrt()) }
     }
 
-    fn gradient<A: Accumulator>(row: Measured<A>, _: A, cols: A, sum_g: A, sum_gx: A) -> RowGradient<A> {
+    fn gradient<A: Accumulator>(row: Measured<A>, _eps: A, cols: A, sum_g: A, sum_gx: A) -> RowGradient<A> {
         let share = row.scale / cols;
         RowGradient { p: row.scale, q: -(share * sum_gx), r: share * sum_g }
     }
@@ -70,7 +70,7 @@ pub static OPERATOR: RowNormOpSpec = RowNormOpSpec {
 };
 
 /// Returns x̂ = (x − μ)/√(σ² + ε).
-fn x_hat(x: &Tensor, _: &[Tensor], given: &NormArgs) -> Result<Tensor> {
+fn x_hat(x: &Tensor, _inside: &[Tensor], given: &NormArgs) -> Result<Tensor> {
     let eps = given.float("eps");
     let unit = unit(x, eps)?;
     let x = x.f_div(&unit)?;
@@ -85,6 +85,7 @@ mod tests {
     use crate::kernel::rows::tests::{check, check_nan, check_scale_invariance, check_splitting, Formula};
     use crate::kernel::rows::{forward, RowNormFns};
 
+    /// Returns x̂ and √(σ² + ε) by the formula.
     fn normalised(x: &[f64], eps: f64) -> (Vec<f64>, f64) {
         let n = x.len() as f64;
         let mean = x.iter().sum::<f64>() / n;
@@ -92,12 +93,13 @@ mod tests {
         (x.iter().map(|v| (v - mean) / divisor).collect(), divisor)
     }
 
+    /// Returns dx for the gradient g of x̂, by the formula.
     fn dx(x: &[f64], g: &[f64], eps: f64) -> Vec<f64> {
-        let (h, divisor) = normalised(x, eps);
+        let (x_hat, divisor) = normalised(x, eps);
         let n = x.len() as f64;
         let mean_g = g.iter().sum::<f64>() / n;
-        let mean_gh = g.iter().zip(&h).map(|(g, h)| g * h).sum::<f64>() / n;
-        g.iter().zip(&h).map(|(g, h)| (g - mean_g - h * mean_gh) / divisor).collect()
+        let mean_gx = g.iter().zip(&x_hat).map(|(g, h)| g * h).sum::<f64>() / n;
+        g.iter().zip(&x_hat).map(|(g, h)| (g - mean_g - h * mean_gx) / divisor).collect()
     }
 
     #[test]

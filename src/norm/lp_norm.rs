@@ -148,8 +148,8 @@ mod tests {
                     false => v[i].signum() * (v[i].abs() / n).powf(p - 1.0),
                 };
                 let want = g / n * (d - w * along);
-                let got = x.grad().double_value(&[i as i64]);
-                assert!((got - want).abs() < 1e-12, "p = {p}: {got} {want}");
+                let dx = x.grad().double_value(&[i as i64]);
+                assert!((dx - want).abs() < 1e-12, "p = {p}: {dx} {want}");
             }
         }
     }
@@ -161,7 +161,7 @@ mod tests {
         let x = x.set_requires_grad(true);
         for p in [1.0, 3.0, f64::INFINITY] {
             let y = composed(&x, None, p, 1e-5).unwrap();
-            let (dx,) = (Tensor::run_backward(&[y.sum(Kind::Float)], &[&x], false, false)[0].shallow_clone(),);
+            let dx = Tensor::run_backward(&[y.sum(Kind::Float)], &[&x], false, false).remove(0);
             assert!(y.isfinite().all().int64_value(&[]) == 1 && dx.isfinite().all().int64_value(&[]) == 1, "p = {p}");
         }
     }

@@ -52,6 +52,7 @@ pub static NORMS: &[&Spec] = &[
     &gated_rms_norm::SPEC,
 ];
 
+// The compiler checks every entry. A `const` block may not use iterators.
 const _: () = {
     let mut i = 0;
     while i < NORMS.len() {
@@ -79,13 +80,13 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 /// Returns the entry of the table with this name. For the name of a family, returns the entry of its norm.
 pub fn find(name: &str) -> Result<&'static Spec> {
     let family = || FAMILIES.iter().find(|family| family.name == name).map(|family| family.spec);
-    let own = || given::find(name);
+    let user_declared = || given::find(name);
     NORMS
         .iter()
         .copied()
         .find(|n| n.name == name)
         .or_else(family)
-        .or_else(own)
+        .or_else(user_declared)
         .ok_or_else(|| unknown("norm", name, names()))
 }
 

@@ -72,6 +72,7 @@ option_spec! {
     POWERNORM_SYNC ("powernorm_sync"): bool = false;
 }
 
+/// True if the model's options choose the variant that the authors released.
 fn is_release(context: &NormContext) -> bool {
     context.options.get(&MODE) == PowerNormMode::Release
 }
@@ -85,34 +86,34 @@ pub static OPERATOR: ColumnNormOpSpec = ColumnNormOpSpec {
 
 /// Returns the statistics to apply: the running ones from before this pass, or during warm-up the batch's own. In
 /// training, also updates ψ² and the number of updates t.
-fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stats {
-    let running = Stats::new(&batch.mean, state.first, o.eps); // the mean of a norm that does not centre is 0
-    if !o.train {
+fn settle(batch: &BatchStatistics, state: &mut State, options: &ColumnOptions) -> Stats {
+    let running = Stats::new(&batch.mean, state.first, options.eps); // the mean of a norm that does not centre is 0
+    if !options.train {
         return running;
     }
-    let own = Stats::of_batch(batch, o.eps);
-    let t = state.iters[0] + 1;
-    let warming = t <= o.warmup && batch.count > 0.0;
-    let used = if warming { Stats::of_batch(batch, o.eps) } else { running };
+    let own = Stats::of_batch(batch, options.eps);
+    let t = state.iters[0] + 1; // the number of this update, from 1
+    let warming = t <= options.warmup && batch.count > 0.0;
+    let used = if warming { Stats::of_batch(batch, options.eps) } else { running };
     // The authors' code divides by the number of all rows, padding included.
-    let divisor = if o.release { batch.rows } else { batch.count };
+    let divisor = if options.release { batch.rows } else { batch.count };
     let squares = batch.square_of_all.as_ref().unwrap_or(&batch.square);
     let stats = Stats {
         gamma: memory::collected(squares.iter().zip(&used.scale).map(|(square, scale)| square * scale * scale)),
         share: if batch.count > 0.0 { 1.0 / divisor } else { 0.0 },
-        exact: warming && !o.release,
-        slope: if o.release && batch.count > 0.0 { own.slope } else { used.slope },
+        exact: warming && !options.release,
+        slope: if options.release && batch.count > 0.0 { own.slope } else { used.slope },
         ..used
     };
     if state.accepts(batch.count, &[&batch.square]) {
         state.iters[0] = t;
-        for (phi, b) in state.first.iter_mut().zip(&batch.square) {
-            let decayed = |phi: f64| o.alpha * phi + (1.0 - o.alpha) * b;
-            let mean_so_far = |phi: f64| phi + (b - phi) / t as f64;
+        for (phi, now) in state.first.iter_mut().zip(&batch.square) {
+            let decayed = |phi: f64| options.alpha * phi + (1.0 - options.alpha) * now;
+            let mean_so_far = |phi: f64| phi + (now - phi) / t as f64;
             // During warm-up, the authors' code averages and then also decays.
-            *phi = match (o.release, warming) {
+            *phi = match (options.release, warming) {
                 (false, true) => mean_so_far(*phi),
-                (true, true) if t < o.warmup => decayed(mean_so_far(*phi)),
+                (true, true) if t < options.warmup => decayed(mean_so_far(*phi)),
                 _ => decayed(*phi),
             };
         }
@@ -121,35 +122,35 @@ fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stat
 }
 
 /// Computes the same as `settle` with PyTorch's operations; masks replace its branches on tensors' values.
-fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions) -> Result<AppliedStatistics> {
+fn settle_composed(batch: &BatchTensors, state: &StateTensors, options: &ColumnOptions) -> Result<AppliedStatistics> {
     let (Some(phi), Some(iters)) = (&state.first, &state.iters) else {
         unreachable!("the operator has asked for both")
     };
-    let running = AppliedStatistics::running(None, phi, batch, o)?;
-    if !o.train {
+    let running = AppliedStatistics::running(None, phi, batch, options)?;
+    if !options.train {
         return Ok(running);
     }
-    let own = batch.used(o)?;
+    let own = batch.used(options)?;
     let t = iters.f_add_scalar(1)?;
     let has_rows = batch.count.f_gt(0.0)?;
-    let warming = t.f_le(o.warmup)?.f_logical_and(&has_rows)?;
+    let warming = t.f_le(options.warmup)?.f_logical_and(&has_rows)?;
     let scale = own.scale.f_where_self(&warming, &running.scale)?;
-    let slope = if o.release { own.scale.f_where_self(&has_rows, &scale)? } else { scale.shallow_clone() };
-    let exact = if o.release { warming.f_zeros_like()? } else { warming.shallow_clone() };
-    let divisor = if o.release { &batch.rows } else { &batch.count }.shallow_clone();
+    let slope = if options.release { own.scale.f_where_self(&has_rows, &scale)? } else { scale.shallow_clone() };
+    let exact = if options.release { warming.f_zeros_like()? } else { warming.shallow_clone() };
+    let divisor = if options.release { &batch.rows } else { &batch.count }.shallow_clone();
     let share = divisor.f_reciprocal()?.f_where_self(&has_rows, &divisor.f_zeros_like()?)?;
     let gamma = batch.square_of_all.as_ref().unwrap_or(&batch.square).f_mul(&scale.f_square()?)?;
     let accepted = state.accepts(batch, &[&batch.square])?;
     let old = running.square;
     let kind = old.kind();
     // ψ² + (ψ²_B − ψ²)/t is the mean so far; ψ² + (ψ²_B − ψ²)(1 − α) is the decayed ψ².
-    let gap = |from: &Tensor| batch.square.f_sub(from);
+    let gap = |from: &Tensor| batch.square.f_sub(from); // ψ²_B − `from`
     let mean_so_far = old.f_add(&gap(&old)?.f_div(&t.f_to_kind(kind)?)?)?;
-    let decayed = |from: &Tensor| from.f_add(&gap(from)?.f_mul_scalar(1.0 - o.alpha)?);
-    let moved = match o.release {
+    let decayed = |from: &Tensor| from.f_add(&gap(from)?.f_mul_scalar(1.0 - options.alpha)?);
+    let moved = match options.release {
         false => mean_so_far.f_where_self(&warming, &decayed(&old)?)?,
         true => {
-            let is_averaged = warming.f_logical_and(&t.f_lt(o.warmup)?)?;
+            let is_averaged = warming.f_logical_and(&t.f_lt(options.warmup)?)?;
             decayed(&mean_so_far.f_where_self(&is_averaged, &old)?)?
         }
     };

@@ -36,25 +36,26 @@ pub static OPERATOR: ColumnNormOpSpec = ColumnNormOpSpec {
     composed: settle_composed,
 };
 
-/// Updates the running ψ² in training, and returns the statistics to apply: in evaluation the running ones, otherwise
-/// the batch's.
-fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stats {
-    if !o.train && !state.first.is_empty() {
-        return Stats::new(&batch.mean, state.first, o.eps); // the mean of a norm that does not centre is 0
+/// Updates the running ψ² (`first`) in training. Returns the statistics to apply: in evaluation the running ones if
+/// there are any, otherwise the batch's.
+fn settle(batch: &BatchStatistics, state: &mut State, options: &ColumnOptions) -> Stats {
+    if !options.train && !state.first.is_empty() {
+        return Stats::new(&batch.mean, state.first, options.eps); // the mean of a norm that does not centre is 0
     }
-    if o.train && !state.first.is_empty() && state.accepts(batch.count, &[&batch.square]) {
-        let moved = state.first.iter_mut().zip(&batch.square);
-        moved.for_each(|(phi, b)| *phi = o.alpha * *phi + (1.0 - o.alpha) * b);
+    if options.train && !state.first.is_empty() && state.accepts(batch.count, &[&batch.square]) {
+        for (phi, now) in state.first.iter_mut().zip(&batch.square) {
+            *phi = options.alpha * *phi + (1.0 - options.alpha) * now;
+        }
     }
-    Stats::of_batch(batch, o.eps)
+    Stats::of_batch(batch, options.eps)
 }
 
 /// Computes the same as `settle` with PyTorch's operations.
-fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions) -> Result<AppliedStatistics> {
-    let Some(phi) = &state.first else { return batch.used(o) };
-    if !o.train {
-        return AppliedStatistics::running(None, phi, batch, o);
+fn settle_composed(batch: &BatchTensors, state: &StateTensors, options: &ColumnOptions) -> Result<AppliedStatistics> {
+    let Some(phi) = &state.first else { return batch.used(options) };
+    if !options.train {
+        return AppliedStatistics::running(None, phi, batch, options);
     }
-    state.move_to(phi, &batch.square, o.alpha, &state.accepts(batch, &[&batch.square])?)?;
-    batch.used(o)
+    state.move_to(phi, &batch.square, options.alpha, &state.accepts(batch, &[&batch.square])?)?;
+    batch.used(options)
 }

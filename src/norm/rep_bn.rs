@@ -81,6 +81,7 @@ option_spec! {
     ROW ("prepbn_row"): FadesFrom = FadesFrom::LayerNorm;
 }
 
+/// True if the norm of rows is RMSNorm, which has no bias.
 fn fades_from_rms(given: &NormArgs) -> bool {
     given.is("row", FadesFrom::RmsNorm.name())
 }

@@ -32,7 +32,7 @@ impl RowNorm for RmsNorm {
         Measured { shift: A::ZERO, scale: A::ONE / hypotenuse(root, eps.sqrt()) }
     }
 
-    fn gradient<A: Accumulator>(row: Measured<A>, _: A, cols: A, _: A, sum_gx: A) -> RowGradient<A> {
+    fn gradient<A: Accumulator>(row: Measured<A>, _eps: A, cols: A, _sum_g: A, sum_gx: A) -> RowGradient<A> {
         RowGradient { p: row.scale, q: -(row.scale / cols * sum_gx), r: A::ZERO }
     }
 }
@@ -61,7 +61,7 @@ pub static OPERATOR: RowNormOpSpec = RowNormOpSpec {
 };
 
 /// Returns x̂ = x/√(mean x² + ε).
-pub(super) fn x_hat(x: &Tensor, _: &[Tensor], given: &NormArgs) -> Result<Tensor> {
+pub(super) fn x_hat(x: &Tensor, _inside: &[Tensor], given: &NormArgs) -> Result<Tensor> {
     let eps = given.float("eps");
     let unit = unit(x, eps)?;
     let x = x.f_div(&unit)?;
@@ -74,15 +74,17 @@ mod tests {
     use super::*;
     use crate::kernel::rows::tests::{check, check_nan, check_scale_invariance, check_splitting, Formula};
 
+    /// Returns x̂ and √(mean x² + ε) by the formula.
     fn normalised(x: &[f64], eps: f64) -> (Vec<f64>, f64) {
         let divisor = (x.iter().map(|v| v * v).sum::<f64>() / x.len() as f64 + eps).sqrt();
         (x.iter().map(|v| v / divisor).collect(), divisor)
     }
 
+    /// Returns dx for the gradient g of x̂, by the formula.
     fn dx(x: &[f64], g: &[f64], eps: f64) -> Vec<f64> {
-        let (h, divisor) = normalised(x, eps);
-        let mean = g.iter().zip(&h).map(|(g, h)| g * h).sum::<f64>() / x.len() as f64;
-        g.iter().zip(&h).map(|(g, h)| (g - h * mean) / divisor).collect()
+        let (x_hat, divisor) = normalised(x, eps);
+        let mean_gx = g.iter().zip(&x_hat).map(|(g, h)| g * h).sum::<f64>() / x.len() as f64;
+        g.iter().zip(&x_hat).map(|(g, h)| (g - h * mean_gx) / divisor).collect()
     }
 
     #[test]

@@ -32,7 +32,8 @@ impl RowNorm for ScaleNorm {
         clamped(A::ONE / unit / square.sqrt(), eps)
     }
 
-    fn gradient<A: Accumulator>(row: Measured<A>, eps: A, _: A, _: A, sum_gx: A) -> RowGradient<A> {
+    fn gradient<A: Accumulator>(row: Measured<A>, eps: A, _cols: A, _sum_g: A, sum_gx: A) -> RowGradient<A> {
+        // Where ε limits the length, the divisor is a constant, so q is 0.
         let q = if row.scale >= A::ONE / eps { A::ZERO } else { -(row.scale * sum_gx) };
         RowGradient { p: row.scale, q, r: A::ZERO }
     }
@@ -75,8 +76,9 @@ pub static OPERATOR: RowNormOpSpec = RowNormOpSpec {
 };
 
 /// Returns x̂ = x/max(‖x‖₂, ε).
-fn x_hat(x: &Tensor, _: &[Tensor], given: &NormArgs) -> Result<Tensor> {
-    Ok(x.f_div(&lp_norm::clamped_length(x, 2.0, given.float("eps"))?)?)
+fn x_hat(x: &Tensor, _inside: &[Tensor], given: &NormArgs) -> Result<Tensor> {
+    let euclidean = 2.0;
+    Ok(x.f_div(&lp_norm::clamped_length(x, euclidean, given.float("eps"))?)?)
 }
 
 #[cfg(test)]
@@ -85,11 +87,13 @@ mod tests {
     use crate::kernel::rows::tests::{check, check_nan, check_scale_invariance, check_splitting, Formula};
     use crate::kernel::rows::{backward, forward, RowNormFns};
 
+    /// Returns x̂ and max(‖x‖₂, ε) by the formula.
     fn normalised(x: &[f64], eps: f64) -> (Vec<f64>, f64) {
         let divisor = x.iter().map(|v| v * v).sum::<f64>().sqrt().max(eps);
         (x.iter().map(|v| v / divisor).collect(), divisor)
     }
 
+    /// Returns dx for the gradient g of x̂, by the formula.
     fn dx(x: &[f64], g: &[f64], eps: f64) -> Vec<f64> {
         let (u, divisor) = normalised(x, eps);
         let along: f64 = if divisor > eps { g.iter().zip(&u).map(|(g, u)| g * u).sum() } else { 0.0 };

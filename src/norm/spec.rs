@@ -16,6 +16,7 @@ pub struct Spec {
     pub name: &'static str,
     /// The name of the norm's class in `normformer_rs.nn`.
     pub module: &'static str,
+    /// The equation and the paper or code that defines it, as texts for the documentation.
     pub equation: &'static str,
     pub source: &'static str,
     /// The learned parameters. Those named `weight` and `bias` are applied to x̂; all others are used to compute x̂.
@@ -100,6 +101,7 @@ impl DeclaredShape {
 }
 
 impl Size {
+    /// Returns the number of rows or columns, for a norm with this width and these options.
     fn of(self, given: &NormArgs) -> i64 {
         match self {
             Size::Is(number) => number,
@@ -108,6 +110,7 @@ impl Size {
         }
     }
 
+    /// Returns the number, "width", or the name of the option.
     fn describe(self) -> Value {
         match self {
             Size::Is(number) => number.into(),
@@ -200,7 +203,8 @@ impl Parameter {
         Parameter { is_gain: true, ..self }
     }
 
-    /// Declares a matrix used inside x̂, with initial values from N(0, std²). Products are summed over its columns.
+    /// Declares a matrix used inside x̂, with initial values from N(0, std²). `sides` are the numbers of its rows and
+    /// columns; products are summed over the columns.
     pub const fn matrix(name: &'static str, sides: [Size; 2], std: f64) -> Self {
         let sums_over = if matches!(sides[1], Size::Width) { SumsOver::Width } else { SumsOver::Nothing };
         Parameter { std: Quantity::Is(std), sums_over, ..Parameter::new(name, DeclaredShape::Matrix(sides), 0.0) }
@@ -317,14 +321,17 @@ impl NormArgs {
         self.values.get(keyword)
     }
 
+    /// Returns a keyword argument as a number; `None` if the norm does not have the keyword.
     pub fn number(&self, keyword: &str) -> Option<f64> {
         self.value(keyword).map(number)
     }
 
+    /// True if a keyword argument is this word.
     pub fn is(&self, keyword: &str, word: &str) -> bool {
         self.value(keyword).is_some_and(|value| value == word)
     }
 
+    /// True if a keyword argument is true.
     pub fn flag(&self, keyword: &str) -> bool {
         self.value(keyword).is_some_and(|value| value == true)
     }
@@ -366,6 +373,7 @@ impl NormOption {
         NormOption { name, option, at: Some(at) }
     }
 
+    /// Returns the argument's value at a place of a model.
     fn value(&self, context: &NormContext) -> Value {
         match (self.at, self.option) {
             (Some(at), _) => at(context),
@@ -379,7 +387,7 @@ impl NormOption {
         self.option.map_or_else(Vec::new, |option| option.field("").choices)
     }
 
-    /// Checks a module's value for this argument, if an option alone sets the argument.
+    /// Returns a module's value for this argument, after a check if an option alone sets the argument.
     fn read(&self, value: Value) -> Result<Value> {
         match (self.at, self.option) {
             (None, Some(option)) => option.accept(self.name, value),
@@ -481,7 +489,8 @@ impl Spec {
                 return Err(Error::invalid(format!("{name}: {} must {wanted}", declared.name)));
             }
         }
-        let decoded = self.options.iter().zip(options).map(|(k, number)| (k.name.to_string(), k.decode(*number)));
+        let pairs = self.options.iter().zip(options);
+        let decoded = pairs.map(|(option, number)| (option.name.to_string(), option.decode(*number)));
         let given = NormArgs { width, values: decoded.collect() };
         // A formula for y receives all parameters. A formula for x̂ receives those inside x̂, without weight and bias.
         if let Form::Whole(y) = self.form_of(&given)? {
@@ -532,7 +541,11 @@ impl Spec {
             }
             entry
         };
-        let buffer = |b: &StateBuffer| json!({"name": b.name, "shape": b.shape.describe(), "start": b.start, "is_counter": b.is_counter});
+        let buffer = |b: &StateBuffer| {
+            let shape = b.shape.describe();
+            json!({"name": b.name, "shape": shape, "start": b.start, "is_counter": b.is_counter})
+        };
+        // If the form depends on the options, JSON has the form shown in tables.
         let shown = match self.form {
             Form::Chosen(shown, _) => *shown,
             form => form,

@@ -10,8 +10,10 @@ use tch::{no_grad, Kind, Tensor};
 /// The tensors of a norm's state, as passed to an operator.
 #[derive(Debug, Default)]
 pub struct StateTensors {
+    /// The norm's two buffers, which [`ColumnNormOpSpec::state`] names.
     pub first: Option<Tensor>,
     pub second: Option<Tensor>,
+    /// The number of updates so far.
     pub iters: Option<Tensor>,
     /// The number of batches whose statistics were not finite.
     pub refused: Option<Tensor>,
@@ -69,10 +71,12 @@ impl MaskedRows {
         }
     }
 
+    /// Returns the sum of t over all rows, (d,).
     fn sum(&self, t: &Tensor) -> Result<Tensor> {
         Ok(t.f_sum_dim_intlist(self.dims.as_slice(), false, None)?)
     }
 
+    /// Returns the number of rows, padding included.
     fn rows(&self) -> f64 {
         self.dims.iter().map(|d| self.x.size()[*d as usize] as f64).product()
     }
@@ -87,7 +91,8 @@ impl MaskedRows {
 }
 
 impl BatchTensors {
-    /// Measures the batch. If `with_padding` is true, also measures the mean square over all rows.
+    /// Measures the batch. `centred` is true if the norm subtracts the mean. If `with_padding` is true, also measures
+    /// the mean square over all rows.
     fn of(rows: &MaskedRows, centred: bool, with_padding: bool) -> Result<Self> {
         let count = rows.count()?;
         let divisor = count.f_clamp_min(1.0)?;
@@ -111,8 +116,8 @@ impl BatchTensors {
 
     /// Merges the statistics of all ranks. Each rank sends its count, its mean, and its mean square about its own mean,
     /// because the difference mean x² − mean² would lose digits.
-    fn over_ranks(self, o: &ColumnOptions) -> Result<Self> {
-        let Some(ranks) = o.ranks else { return Ok(self) };
+    fn over_ranks(self, options: &ColumnOptions) -> Result<Self> {
+        let Some(ranks) = options.ranks else { return Ok(self) };
         let flat = |t: &Tensor| t.f_view(-1);
         let of_all = self.square_of_all.as_ref().unwrap_or(&self.square);
         let own =
@@ -123,6 +128,7 @@ impl BatchTensors {
         let columns = |from: i64, n: i64| gathered.f_narrow(1, from, n);
         let weighted_sum =
             |shares: &Tensor, t: &Tensor| shares.f_mul(t)?.f_sum_dim_intlist([0i64].as_slice(), false, None);
+        // These have one number per rank; their sums are over all ranks.
         let (counts, rows) = (columns(0, 1)?, columns(1, 1)?);
         let (count, all_rows) = (counts.f_sum(counts.kind())?, rows.f_sum(rows.kind())?);
         let shares = counts.f_div(&count.f_clamp_min(1.0)?)?;
@@ -131,7 +137,7 @@ impl BatchTensors {
         // About the common mean, a rank's mean square is larger by the square of the distance between the means.
         let squares_about_mean = columns(2 + d, d)?.f_add(&means.f_sub(&mean)?.f_square()?)?;
         let square = weighted_sum(&shares, &squares_about_mean)?;
-        let square_of_all = match o.release {
+        let square_of_all = match options.release {
             true => Some(weighted_sum(&rows.f_div(&all_rows.f_clamp_min(1.0)?)?, &columns(2 + 2 * d, d)?)?),
             false => None,
         };
@@ -147,10 +153,10 @@ impl BatchTensors {
     }
 
     /// Returns the batch's own statistics in the form in which they are applied.
-    pub fn used(&self, o: &ColumnOptions) -> Result<AppliedStatistics> {
+    pub fn used(&self, options: &ColumnOptions) -> Result<AppliedStatistics> {
         let has_rows = self.count.f_gt(0.0)?;
         let share = self.count.f_reciprocal()?.f_where_self(&has_rows, &self.count.f_zeros_like()?)?;
-        let used = AppliedStatistics::of(self.mean.as_ref(), &self.square, &self.count, o)?;
+        let used = AppliedStatistics::of(self.mean.as_ref(), &self.square, &self.count, options)?;
         Ok(AppliedStatistics { exact: has_rows.f_ones_like()?, share, ..used })
     }
 }
@@ -158,8 +164,8 @@ impl BatchTensors {
 impl AppliedStatistics {
     /// Returns statistics with this shift and with a scale computed from `square`, in the form in which they are
     /// applied. The gradient treats them as constants, like running statistics.
-    fn of(shift: Option<&Tensor>, square: &Tensor, count: &Tensor, o: &ColumnOptions) -> Result<Self> {
-        let scale = square.f_add_scalar(o.eps)?.f_rsqrt()?;
+    fn of(shift: Option<&Tensor>, square: &Tensor, count: &Tensor, options: &ColumnOptions) -> Result<Self> {
+        let scale = square.f_add_scalar(options.eps)?.f_rsqrt()?;
         Ok(AppliedStatistics {
             shift: shift.map(Tensor::shallow_clone),
             slope: scale.shallow_clone(),
@@ -172,10 +178,15 @@ impl AppliedStatistics {
     }
 
     /// Returns the running statistics in the form in which they are applied.
-    pub fn running(mean: Option<&Tensor>, square: &Tensor, batch: &BatchTensors, o: &ColumnOptions) -> Result<Self> {
+    pub fn running(
+        mean: Option<&Tensor>,
+        square: &Tensor,
+        batch: &BatchTensors,
+        options: &ColumnOptions,
+    ) -> Result<Self> {
         let flat = |t: &Tensor| t.f_flatten(0, -1)?.f_to_kind(batch.square.kind());
         let mean = mean.map(flat).transpose()?;
-        AppliedStatistics::of(mean.as_ref(), &flat(square)?, &batch.count, o)
+        AppliedStatistics::of(mean.as_ref(), &flat(square)?, &batch.count, options)
     }
 
     /// Returns the statistics as one tensor, with a row for each number that the backward pass reads.
@@ -240,26 +251,27 @@ pub fn forward(
     pad: Option<&Tensor>,
     state: &StateTensors,
     given: Option<&Tensor>,
-    o: &ColumnOptions,
+    options: &ColumnOptions,
 ) -> Result<(Tensor, Tensor)> {
     let rows = MaskedRows::new(x, pad)?;
     let (shift, scale, stats) = match given {
+        // Rows 0 and 1 are the shift and the scale.
         Some(stats) => (Some(stats.f_get(0)?), stats.f_get(1)?, stats.f_detach_copy()?),
         None => {
             // Running statistics need no numbers from the other ranks.
-            let from_batch = o.train || state.first.is_none();
-            let measured = BatchTensors::of(&rows, kernels.kernel.centred, o.release)?;
-            let measured = if from_batch { measured.over_ranks(o)? } else { measured };
-            let used = (kernels.composed)(&measured, state, o)?;
+            let from_batch = options.train || state.first.is_none();
+            let measured = BatchTensors::of(&rows, kernels.kernel.centred, options.release)?;
+            let measured = if from_batch { measured.over_ranks(options)? } else { measured };
+            let used = (kernels.composed)(&measured, state, options)?;
             let stats = used.stats()?;
             (used.shift, used.scale, stats)
         }
     };
     // A NaN in the padding would reach the gradients of real rows. So padding is set to 0 first. The authors' code
     // (release) normalises the padding like real rows.
-    let x_real = if o.release { rows.x.shallow_clone() } else { rows.real(&rows.x)? };
+    let x_real = if options.release { rows.x.shallow_clone() } else { rows.real(&rows.x)? };
     let mut y = affine(hat(&x_real, shift.as_ref(), &scale)?, weight, bias)?;
-    if !o.release {
+    if !options.release {
         y = rows.real(&y)?;
     }
     Ok((y.f_view_as(x)?.f_to_kind(x.kind())?, stats))
@@ -286,35 +298,36 @@ pub fn backward(
     pad: Option<&Tensor>,
     stats: &Tensor,
     state: &StateTensors,
-    o: &ColumnOptions,
+    options: &ColumnOptions,
 ) -> Result<(Tensor, Tensor, Tensor)> {
-    let rows = MaskedRows::new(x, if o.release { None } else { pad })?;
+    let rows = MaskedRows::new(x, if options.release { None } else { pad })?;
     let g = rows.real(&dy.f_to_kind(rows.x.kind())?.f_view_as(&rows.x)?)?;
+    // These are the rows of `stats`, in the order of `AppliedStatistics::stats`.
     let [shift, scale, slope, gamma, exact, share] = [0, 1, 2, 3, 4, 5].map(|i| stats.get(i));
-    let hat = rows.real(&hat(&rows.x, Some(&shift), &scale)?)?;
-    let (sum, sum_x) = (rows.sum(&g)?, rows.sum(&g.f_mul(&hat)?)?);
+    let x_hat = rows.real(&hat(&rows.x, Some(&shift), &scale)?)?;
+    let (sum_g, sum_gx) = (rows.sum(&g)?, rows.sum(&g.f_mul(&x_hat)?)?);
     let weight = match weight {
         Some(weight) => weight.f_to_kind(g.kind())?,
         None => scale.f_ones_like()?,
     };
     let p = weight.f_mul(&slope)?;
     // The gradients of parameters are sums over this rank's rows; dx uses the sums over all ranks.
-    let (sum_over_ranks, sum_x_over_ranks) = match o.ranks {
-        None => (sum.shallow_clone(), sum_x.shallow_clone()),
+    let (sum_g_over_ranks, sum_gx_over_ranks) = match options.ranks {
+        None => (sum_g.shallow_clone(), sum_gx.shallow_clone()),
         Some(ranks) => {
-            let both = ranks.sum(&Tensor::f_stack(&[&sum, &sum_x], 0)?)?;
+            let both = ranks.sum(&Tensor::f_stack(&[&sum_g, &sum_gx], 0)?)?;
             (both.f_get(0)?, both.f_get(1)?)
         }
     };
-    let lambda = weight.f_mul(&sum_x_over_ranks)?.f_mul(&share)?;
+    let lambda = weight.f_mul(&sum_gx_over_ranks)?.f_mul(&share)?;
     // If the applied statistics are not the batch's own, dx does not depend on the batch's sums. The sums may be
     // infinite, so a mask replaces them by zeros.
     let (is_exact, zeros) = (exact.f_eq(1.0)?, slope.f_zeros_like()?);
     let mut q = slope.f_mul(&lambda)?.f_where_self(&is_exact, &zeros)?;
-    if let (true, true, Some(ema)) = (kernels.kernel.approximate, o.train, &state.second) {
+    if let (true, true, Some(ema)) = (kernels.kernel.approximate, options.train, &state.second) {
         // PowerNorm in training. Its buffer has ν/(1 − α_b) and becomes the old buffer − ν⊙Γ + Λ.
         let old = ema.f_flatten(0, -1)?.f_to_kind(g.kind())?;
-        let nu = old.f_mul_scalar(1.0 - o.alpha_bwd)?;
+        let nu = old.f_mul_scalar(1.0 - options.alpha_bwd)?;
         q = q.f_where_self(&is_exact, &slope.f_mul(&nu)?)?;
         let now = old.f_add(&lambda)?.f_sub(&nu.f_mul(&gamma)?)?;
         let has_rows = share.f_gt(0.0)?.f_any()?;
@@ -322,11 +335,11 @@ pub fn backward(
         state.refuse(&has_rows.f_logical_and(&finite.f_logical_not()?)?)?;
         state.replace(ema, &now, &has_rows.f_logical_and(&finite)?)?;
     }
-    let mut dx = p.f_mul(&g)?.f_sub(&q.f_mul(&hat)?)?;
+    let mut dx = p.f_mul(&g)?.f_sub(&q.f_mul(&x_hat)?)?;
     if kernels.kernel.centred {
-        dx = dx.f_sub(&p.f_mul(&sum_over_ranks)?.f_mul(&share)?.f_where_self(&is_exact, &zeros)?)?;
+        dx = dx.f_sub(&p.f_mul(&sum_g_over_ranks)?.f_mul(&share)?.f_where_self(&is_exact, &zeros)?)?;
     }
     debug_assert_eq!(stats.size()[0] as usize, Stats::ROWS);
     // dγ is the sum of g⊙x̂ over this rank's rows, dβ the sum of g.
-    Ok((rows.real(&dx)?.f_view_as(x)?.f_to_kind(x.kind())?, sum_x, sum))
+    Ok((rows.real(&dx)?.f_view_as(x)?.f_to_kind(x.kind())?, sum_gx, sum_g))
 }
