@@ -258,7 +258,7 @@ impl Context {
         self.watch.as_deref().map_or(Ok(()), record)
     }
 
-    /// Computes y = x Wᵀ + b in the computing type; under u-μP, (x Wᵀ + b)·fan_in^(−1/2). x is (rows, fan_in), W is
+    /// Computes y = x Wᵀ + b in the computing type; under u-μP, (x Wᵀ + b)·fan_in^(−1/2). x is (…, fan_in), W is
     /// (fan_out, fan_in).
     pub fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         // Products with prepared weights record no gradients.

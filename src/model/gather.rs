@@ -26,7 +26,7 @@ impl Differentiable for Gather {
         false
     }
 
-    /// Returns x[rows].
+    /// Returns `x[rows]`.
     fn forward(&self, x: Vec<Tensor>) -> Result<Vec<Tensor>> {
         Ok(vec![x[0].f_index_select(0, &self.rows)?])
     }

@@ -39,7 +39,7 @@ pub struct Packed {
 
 impl Packed {
     /// Builds packed sentences on the host; [`to`](HostBatch::to) moves them to a device. Each token has its position
-    /// in its sentence, and sentence i is rows offsets[i]..offsets[i+1].
+    /// in its sentence, and sentence i is rows `offsets[i]..offsets[i + 1]`.
     pub fn new(tokens: &[i64], positions: &[i64], offsets: Vec<i64>) -> Result<Self> {
         Ok(Packed {
             tokens: Tensor::f_from_slice(tokens)?,
