@@ -37,12 +37,13 @@ def main() -> None:
     if here:
         gpu.here(options, only)
     else:
-        # On SIGTERM this process exits as after Ctrl-C, and so ends the section's process, too.
+        # On SIGTERM this process exits as after Ctrl-C, and so ends the section's process, too. 143 is 128 + SIGTERM.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         gpu.measure(options, only, limit)
 
 
 def sections(text: str) -> list[str]:
+    """Parses the value of --only: names of sections with commas between them."""
     chosen = text.split(",")
     if unknown := set(chosen) - set(gpu.SECTIONS):
         raise argparse.ArgumentTypeError(f"no section is called {', '.join(unknown)}: {', '.join(gpu.SECTIONS)}")

@@ -33,8 +33,9 @@ def losses(figures: Figures, device: str) -> None:
     for precision, allowed in ALLOWED.items():
         what = f"ten losses as on the CPU, {precision}"
         with figures.attempt("losses", what):
-            here, there = (history(TINY, d, 10, precision, FEW).loss for d in (device, "cpu"))
-            figures.add("losses", what, float(np.abs(here - there).max()), "largest difference", allowed, most=True)
+            on_device, on_cpu = (history(TINY, d, 10, precision, FEW).loss for d in (device, "cpu"))
+            difference = float(np.abs(on_device - on_cpu).max())
+            figures.add("losses", what, difference, "largest difference", allowed, most=True)
 
 
 def tests(figures: Figures, folder: Path, device: str) -> None:

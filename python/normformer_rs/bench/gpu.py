@@ -40,22 +40,28 @@ class Options:
 
 
 class Section(NamedTuple):
+    """A group of measurements that runs in a process of its own."""
+
     what: str
+    """What is measured, for the help text."""
     limit: float
     """The time limit in seconds."""
     run: Callable[[Figures, Options], None]
 
 
 def compiled(figures: Figures, options: Options) -> None:
+    """Measures torch.compile of a norm, and of a model in training."""
     kernels.compiled(figures, options.device, options.megabytes)
     training.compiled(figures, options.device, options.updates)
 
 
 def sanitized(tool: str) -> Callable[[Figures, Options], None]:
+    """Returns the function that runs tests under a tool of compute-sanitizer."""
     return lambda f, o: correctness.sanitized(f, o.tests, o.device, tool)
 
 
-# The first sections are quick and seldom fail, so that a call that is stopped early has measured them.
+# The first sections are quick and seldom fail, so that a call that is stopped early has measured them. In the lambdas f
+# are the figures, o the options.
 SECTIONS = {
     "losses": Section("ten training losses against the CPU's", 120, lambda f, o: correctness.losses(f, o.device)),
     "graph": Section("a small norm in a CUDA graph", 60, lambda f, o: kernels.small(f, o.device)),
@@ -126,5 +132,6 @@ def apart(section: str, options: Options, limit: float) -> str:
 
 
 def command(section: str, options: Options) -> list[str]:
+    """Returns the command that measures a section in its own process."""
     given = [f"--{name}={value}" for name, value in dataclasses.asdict(options).items()]
     return [sys.executable, "-m", "normformer_rs.bench", "gpu", *given, f"--only={section}", "--here"]

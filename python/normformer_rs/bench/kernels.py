@@ -64,14 +64,14 @@ def buffers(device: str, megabytes: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def bandwidth(figures: Figures, device: str, megabytes: int) -> None:
-    """Measures the bandwidth of each norm, forward and backward, and the speed-up of the fused residual step, on
-    tensors of `megabytes` MiB."""
+    """Measures the bandwidth of each norm, forward and backward, and the speed-up of the fused residual step, with
+    dropout and without, on tensors of `megabytes` MiB."""
     for name, x in buffers(device, megabytes):
         shares(figures, "bandwidth", name, x, norms(x))
         for p in (0.1, 0.0):
             what = f"residual step, p = {p}, {name}"
             with figures.attempt("bandwidth", what):
-                bar = 1.8 if p and name == "bf16" else None
+                bar = 1.8 if p and name == "bf16" else None  # the smallest speed-up that the fused step should have
                 figures.add("bandwidth", what, residual(x, p, device), "× the unfused calls", bar)
 
 
@@ -85,6 +85,7 @@ def compiled(figures: Figures, device: str, megabytes: int) -> None:
 
 
 def compiled_layer_norm(x: Tensor) -> Norm:
+    """Returns torch's layer norm of x (rows, WIDTH), compiled for this shape."""
     x = x.detach().requires_grad_()
     weight, bias = (torch.ones(WIDTH, device=x.device, dtype=x.dtype).requires_grad_() for _ in range(2))
     call = torch.compile(lambda: F.layer_norm(x, (WIDTH,), weight, bias, EPS), dynamic=False)
@@ -92,28 +93,31 @@ def compiled_layer_norm(x: Tensor) -> Norm:
 
 
 def shares(figures: Figures, section: str, name: str, x: Tensor, norms: Iterable[Norm]) -> None:
-    """Measures the bandwidth of the norms as shares of the best copy rate. A copy is measured before each norm; the
-    best of these copies shows what the device can do."""
+    """Measures the bandwidth of the norms of x as shares of the best copy rate; `name` is the name of x's type. A copy
+    is measured before each norm, and the best of these copies shows what the device can do."""
     device, target, copies = str(x.device), torch.empty_like(x), list[float]()
     rates = dict[str, tuple[float, float]]()
     for norm, call, inputs in norms:
         with figures.attempt(section, f"{norm}, {name}"):
+            # A copy and a forward pass read x and write as much. A backward pass reads x and dy, and writes dx.
             copies.append(2 * x.nbytes / seconds(lambda: target.copy_(x), device))
             forward, backward = norm_seconds(call, inputs, device)
             rates[norm] = (2 * x.nbytes / forward, 3 * x.nbytes / backward)
     copy = max(copies)
     figures.add(section, f"copy, {name}", copy / 1e9, "GB/s")
-    for norm, both in rates.items():
+    for norm, norm_rates in rates.items():
         bars = BARS.get(norm, (None, None)) if name == "bf16" else (None, None)
-        for way, rate, bar in zip(("forward", "backward"), both, bars):
-            figures.add(section, f"{norm}, {way}, {name}", rate / copy, "of the copy", bar)
+        for direction, rate, bar in zip(("forward", "backward"), norm_rates, bars):
+            figures.add(section, f"{norm}, {direction}, {name}", rate / copy, "of the copy", bar)
 
 
 def norm_seconds(call: Callable[[], Tensor], inputs: list[Tensor], device: str) -> tuple[float, float]:
     """Returns the median seconds of the forward pass and of the backward pass."""
-    forward, y = seconds(lambda: call().detach(), device), call()
+    forward = seconds(lambda: call().detach(), device)
+    y = call()
     dy = torch.randn_like(y)
-    return forward, seconds(lambda: torch.autograd.grad(y, inputs, dy, retain_graph=True), device)
+    backward = seconds(lambda: torch.autograd.grad(y, inputs, dy, retain_graph=True), device)
+    return forward, backward
 
 
 def norms(x: Tensor) -> Iterator[Norm]:
@@ -144,6 +148,7 @@ def residual(x: Tensor, p: float, device: str) -> float:
     norm in separate PyTorch calls, divided by the time of the fused step."""
     x, f = (t.detach().requires_grad_() for t in (x, torch.randn_like(x)))
     weight, bias = (torch.ones(x.shape[-1], device=x.device, dtype=x.dtype).requires_grad_() for _ in range(2))
+    # The seed of dropout masks: (seed, update, micro-batch).
     seed, inputs = torch.tensor([1, 2, 3], device=x.device), (x, f, weight, bias)
     gradients = (torch.randn_like(x), torch.randn_like(x))
 
@@ -152,6 +157,7 @@ def residual(x: Tensor, p: float, device: str) -> float:
         torch.autograd.grad((x_plus, F.layer_norm(x_plus, x.shape[-1:], weight, bias)), inputs, gradients)
 
     def fused() -> None:
+        # The factors of x and f are None, that is 1; the last argument is the number of the dropout site.
         x_plus, y, _ = OPS.layer_norm_residual(x, f, None, None, weight, bias, EPS, p, seed, 0)
         torch.autograd.grad((x_plus, y), inputs, gradients)
 
@@ -182,7 +188,8 @@ def small(figures: Figures, device: str) -> None:
 
 
 def captured(run: Callable[[], None], calls: int) -> Any:
-    """Returns a CUDA graph that records `calls` calls of `run`."""
+    """Returns a CUDA graph that records `calls` calls of `run`. As torch demands, `run` is called a few times on a side
+    stream first."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

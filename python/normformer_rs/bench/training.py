@@ -42,7 +42,8 @@ SLOW_BF16 = "no instructions for products of bf16"
 
 
 def size(device: str) -> tuple[dict[str, Any], int]:
-    """Returns the model's shape and the number of sentences. On a CPU both are small, to try the program."""
+    """Returns the model's shape and the number of sentences. On a CPU both are small, because runs there only try the
+    program."""
     return (BASE, 4000) if device.startswith("cuda") else (TINY, 100)
 
 
@@ -116,11 +117,13 @@ def ours(figures: Figures, device: str, updates: int) -> None:
 
 
 def reference(figures: Figures, device: str, updates: int) -> None:
+    """Measures torch.nn.Transformer without torch.compile."""
     with figures.attempt("reference", EAGER):
         figures.add("reference", EAGER, torch_rate(device, updates, None), RATE)
 
 
 def compiled(figures: Figures, device: str, updates: int) -> None:
+    """Measures torch.nn.Transformer with each of two modes of torch.compile."""
     for name, mode in COMPILED.items():
         with figures.attempt("compiled", name):
             figures.add("compiled", name, torch_rate(device, updates, mode), RATE)
@@ -149,6 +152,7 @@ class Reference(nn.Module):
     def __init__(self, shape: dict[str, Any], types: int, norm_first: bool = True) -> None:
         super().__init__()
         d = shape["d_model"]
+        # No sentence has more than 48 tokens, so 64 positions suffice.
         self.embedding, self.positions = nn.Embedding(types, d, PAD), nn.Embedding(64, d)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the warning is about a fast path for evaluation, which is not measured
@@ -162,10 +166,12 @@ class Reference(nn.Module):
         self.drop = nn.Dropout(shape["dropout"])
 
     def embed(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.drop(self.embedding(tokens) * self.embedding.embedding_dim**0.5 + self.positions(places))
+        """Returns the stack's input for token ids: word embeddings times √d, plus positions, with dropout."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.drop(self.embedding(tokens) * self.embedding.embedding_dim**0.5 + self.positions(positions))
 
     def forward(self, source: Tensor, target: Tensor, output: Tensor) -> Tensor:
+        """Returns the loss. `target` is the decoder's input, `output` the tokens that it should predict."""
         causal = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=target.device)
         hidden = self.transformer(
             self.embed(source), self.embed(target), tgt_mask=causal, tgt_is_causal=True,
@@ -211,8 +217,9 @@ def torch_rate(device: str, updates: int, mode: str | None) -> float:
     # The first call with a shape may compile, and the second may be recorded as a graph. So the time is measured after
     # three calls with each shape.
     warm_up = 3 * list({tuple(batch[0].shape): batch for batch in data}.values())
+    measured = [data[i % len(data)] for i in range(updates)]
     tokens, start = 0, 0.0
-    for number, (source, target, output, real) in enumerate(warm_up + [data[i % len(data)] for i in range(updates)]):
+    for number, (source, target, output, real_tokens) in enumerate(warm_up + measured):
         if number == len(warm_up):
             if on_cuda:
                 torch.cuda.synchronize()
@@ -223,7 +230,7 @@ def torch_rate(device: str, updates: int, mode: str | None) -> float:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        tokens += real if number >= len(warm_up) else 0
+        tokens += real_tokens if number >= len(warm_up) else 0
     if on_cuda:
         torch.cuda.synchronize()
     return tokens / (time.perf_counter() - start)

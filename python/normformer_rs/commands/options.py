@@ -152,7 +152,7 @@ def add_flags(group: Any, fields: Iterable[Field]) -> None:
 
 
 def _add_flag(group: Any, field: Field) -> None:
-    """Adds a field's flag. A bool has a switch, with an opposite unless its name begins with no_; others have a value."""
+    """Adds a field's flag. A bool is a switch with an opposite unless its name begins with no_; others have a value."""
     settings: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": _help(field)}
     if field.kind != "bool":
         settings |= {"metavar": _metavar(field)}

@@ -13,6 +13,7 @@ from ..text import write_whole
 if TYPE_CHECKING:
     from ..loop.history import History
 
+# The colours of one run's lines: training, validation, the best evaluation, and others.
 _TRAIN, _VALID, _BEST, _LINE = "#8fb3d9", "#c8442f", "#1f6f4a", "#46688c"
 SOFTWARE = "normformer_rs"
 """The name in a PNG's metadata; the extension module (ownership.rs) recognises a run's picture by it."""
@@ -25,6 +26,7 @@ COLOURS = (
 )
 """The colours of the runs, in order. Similar colours can be told apart by the names at the ends of the lines."""
 _Panel = Callable[[Any, "Sequence[History]", "Sequence[str]"], None]
+"""A function that draws runs, with their names, into one of matplotlib's axes."""
 
 
 def draw(runs: "Sequence[History]", names: Sequence[str] | None, path: Path) -> Path:
@@ -55,6 +57,7 @@ def png(history: "History") -> bytes:
 
 
 def _figure(runs: "Sequence[History]", names: Sequence[str]) -> Any:
+    """Returns a figure with a panel for each quantity. Errors: ImportError without matplotlib."""
     require("matplotlib", "the picture of the curves")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -102,6 +105,7 @@ def literal(figure: Any) -> Any:
 
 
 def _save(figure: Any, path: Path) -> Path:
+    """Writes the figure in the format that the path's ending names, by default PNG. Returns the path."""
     picture = io.BytesIO()
     kind = path.suffix.removeprefix(".").lower() or "png"
     # A run recognises its own picture by this metadata; `--overwrite` may remove it.
@@ -111,6 +115,7 @@ def _save(figure: Any, path: Path) -> Path:
 
 
 def _panels(runs: "Sequence[History]") -> list[_Panel]:
+    """Returns the panels: loss, BLEU (or perplexity if no run has measured BLEU), gradient norm and learning rate."""
     panels: list[_Panel] = [_loss]
     if any(np.isfinite(run.evaluations.bleu).any() for run in runs):
         panels.append(_bleu)
@@ -120,6 +125,7 @@ def _panels(runs: "Sequence[History]") -> list[_Panel]:
 
 
 def _titled(axis: Any, title: str, label: str) -> None:
+    """Sets a panel's title and the label of its y axis."""
     axis.set_title(title, loc="left", fontsize=10)
     axis.set_ylabel(label)
 
@@ -154,8 +160,8 @@ def _perplexity(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> N
 
 
 def _evaluated(axis: Any, runs: "Sequence[History]", names: Sequence[str], field: str, best: Any, form: str) -> None:
-    """Draws the values that a run's evaluations have for `field`, for each run. If there is only one run, its best
-    value is marked."""
+    """Draws the values that the evaluations of each run have for `field`. If there is only one run, its best value is
+    marked: `best` returns the index of the best of an array, and `form` formats the value."""
     for run, colour in zip(runs, COLOURS):
         values = getattr(run.evaluations, field)
         measured = np.isfinite(values)
@@ -175,7 +181,7 @@ def _evaluated(axis: Any, runs: "Sequence[History]", names: Sequence[str], field
 def _grad_norm(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
     _titled(axis, "gradient norm", "‖g‖ before clipping")
     _logarithmic(axis, [run.grad_norm for run in runs])
-    parts = 25 if len(runs) > _MANY else 100
+    parts = 25 if len(runs) > _MANY else 100  # fewer parts make smoother lines
     _lines(axis, runs, names, [_smooth(run.grad_norm, parts) if len(runs) > 1 else run.grad_norm for run in runs])
 
 
@@ -212,6 +218,7 @@ def logarithmic(axis: Any, along: str = "y") -> None:
 
 
 def _lines(axis: Any, runs: "Sequence[History]", names: Sequence[str], values: Sequence[Any]) -> None:
+    """Draws a line for each run; `values` has one array for each, with a number for each update."""
     if len(runs) == 1:
         axis.plot(runs[0].update, values[0], color=_LINE, linewidth=1.0)
         return
@@ -235,6 +242,7 @@ def _smooth(values: Any, parts: int = 100) -> Any:
     width = min(max(1, len(values) // parts), len(values))
     if width <= 1:
         return values
+    # The first value is repeated, so that the result has as many numbers as `values`.
     padded = np.concatenate([np.full(width - 1, values[0]), values])
     return np.convolve(padded, np.full(width, 1 / width), mode="valid")
 
@@ -267,6 +275,7 @@ def name_ends(axis: Any, ends: Sequence[tuple[float, str, str]]) -> None:
             "shrinkB": 0,
             "relpos": (0, 0.5),
         }
+        # (1, y) is the line's end at the panel's right edge; the name stands outside the panel.
         axis.annotate(
             name, (1, y), (1.035, name_y), xycoords="axes fraction", textcoords="axes fraction", color=colour,
             fontsize=7.5, va="center", ha="left", annotation_clip=False, arrowprops=connection,
@@ -282,7 +291,7 @@ def spread(heights: Sequence[float], gap: float = 0.062) -> list[float]:
     groups: list[list[float]] = []  # neighbours too close to each other; each group is centred on its mean
     for height in heights:
         groups.append([height])
-        # Merging moves the group, which may then be too close to the one before it.
+        # A merged group has another mean, so it may be too close to the group before it.
         while len(groups) > 1 and _bottom(groups[-1], gap) - _top(groups[-2], gap) < gap:
             last = groups.pop()
             groups[-1] += last
@@ -290,8 +299,10 @@ def spread(heights: Sequence[float], gap: float = 0.062) -> list[float]:
 
 
 def _bottom(group: Sequence[float], gap: float) -> float:
+    """Returns the place of the lowest of a group's heights, once they are `gap` apart and centred on their mean."""
     return sum(group) / len(group) - gap * (len(group) - 1) / 2
 
 
 def _top(group: Sequence[float], gap: float) -> float:
+    """Returns the place of the highest of a group's heights, likewise."""
     return _bottom(group, gap) + gap * (len(group) - 1)

@@ -7,6 +7,7 @@ from typing import Any
 
 from .curves import COLOURS, literal, name_ends
 
+# The colours of text, of runs in the background, and of grids.
 INK, OTHERS, PALE = "#333333", "#cfcfcf", "#ececec"
 
 Series = dict[tuple[str, ...], list[float]]
@@ -14,19 +15,20 @@ Series = dict[tuple[str, ...], list[float]]
 
 
 def bleu(series: Mapping[str, Series], title: str) -> Any:
-    """Returns a figure of BLEU on the validation set over training, with a line for each run."""
+    """Returns a figure of BLEU on the validation set over training, with a line for each run. `series` has the scores
+    ("bleu") and the updates after which they were measured ("evaluated")."""
     updates, scores = (series.get(name, {}) for name in ("evaluated", "bleu"))
     drawn = {key: (updates[key], scores[key]) for key in scores if scores[key] and key in updates}
     return lines(drawn, title, "update", "BLEU of held-out text", markers=True)
 
 
 def gradient_norms(series: Mapping[str, Series], title: str) -> Any:
-    """Returns a figure of the gradient norm at each update. Each run has its own panel, so that its spikes do not hide
-    those of other runs."""
-    found = series.get("raw", {})
-    figure = new_figure(7.2, 1.3 * len(found) + 0.9)
-    axes = figure.subplots(len(found), 1, sharex=True, sharey=True, squeeze=False)
-    for axis, (key, norms), shade in zip(axes.flat, found.items(), itertools.cycle(COLOURS)):
+    """Returns a figure of the gradient norm at each update, from the series "raw". Each run has its own panel, so that
+    its spikes do not hide those of other runs."""
+    runs = series.get("raw", {})
+    figure = new_figure(7.2, 1.3 * len(runs) + 0.9)
+    axes = figure.subplots(len(runs), 1, sharex=True, sharey=True, squeeze=False)
+    for axis, (key, norms), shade in zip(axes.flat, runs.items(), itertools.cycle(COLOURS)):
         axis.plot(range(1, len(norms) + 1), norms, color=shade, linewidth=0.5)
         axis.set_title(", ".join(key), loc="left", fontsize=9, color=INK, pad=2)
         axis.set_yscale("log")
@@ -42,7 +44,8 @@ def gradient_norms(series: Mapping[str, Series], title: str) -> Any:
 
 def gains(series: Mapping[str, Series], title: str) -> Any:
     """Returns a figure of ScaleNorm's g by layer: norms of attention on the left, of feed-forward sublayers and the
-    last norm on the right. Each run has its own line style."""
+    last norm on the right. Each run has its own line style. The series are "gain-PLACE", such as
+    gain-encoder-attention and gain-final."""
     places = {name.removeprefix("gain-"): runs for name, runs in series.items() if name.startswith("gain-")}
     shades = dict(zip(("encoder-attention", "decoder-attention", "decoder-encoder"), COLOURS))
     shades |= dict(zip(("encoder-feed-forward", "decoder-feed-forward"), COLOURS))
@@ -55,6 +58,7 @@ def gains(series: Mapping[str, Series], title: str) -> Any:
         for key, values in places.get(place, {}).items():
             axis.plot(range(1, len(values) + 1), values, "o", linestyle=styles[key], color=shade, markersize=3,
                       linewidth=1.2)  # fmt: skip
+    # The last norm is drawn as a square behind the last layer, filled for the first run only.
     for key, values in places.get("final", {}).items():
         depth = len(places["decoder-feed-forward"][key])
         right.plot(depth + 1, values[0], "s", color=INK, markersize=4, fillstyle="full" if key == keys[0] else "none")
@@ -72,6 +76,7 @@ def gains(series: Mapping[str, Series], title: str) -> Any:
 
 
 def singular_values(series: Mapping[str, Series], title: str) -> Any:
+    """Returns a figure of singular values over the largest one, with a line for each run."""
     drawn = {key: (range(1, len(found) + 1), found) for key, found in series.get("singular", {}).items()}
     return lines(drawn, title, "number of the singular value", "over the largest")
 
@@ -125,6 +130,7 @@ def layers(series: Mapping[str, Series], title: str) -> Any:
 
 
 def growth(series: Mapping[str, Series], title: str) -> Any:
+    """Returns a figure of a growing gain α at each update, with a line for each run."""
     drawn = {key: (range(1, len(found) + 1), found) for key, found in series.get("alpha", {}).items()}
     return lines(drawn, title, "update", "α")
 
@@ -145,12 +151,13 @@ def stream(series: Mapping[str, Series], title: str) -> Any:
 
 
 def lines(found: Mapping[tuple[str, ...], Any], title: str, x: str, y: str, *, markers: bool = False) -> Any:
-    """Returns a figure with a line for each run, and the run's name at the end of its line."""
+    """Returns a figure with a line for each run, and the run's name at the end of its line. `found` has each run's
+    (places on the x axis, values); `x` and `y` are the axes' labels."""
     figure = new_figure(7.2, 3.6)
     axis = figure.subplots()
     shades = dict(zip(found, itertools.cycle(COLOURS)))
-    for key, (at, values) in found.items():
-        axis.plot(at, values, "o-" if markers else "-", color=shades[key], markersize=3, linewidth=1.3)
+    for key, (places, values) in found.items():
+        axis.plot(places, values, "o-" if markers else "-", color=shades[key], markersize=3, linewidth=1.3)
     axis.grid(True, color=PALE, linewidth=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
@@ -179,12 +186,14 @@ def heat(values: Sequence[Sequence[float]], steps: Sequence[int], title: str) ->
 
 
 def of_updates(axis: Any) -> None:
+    """Labels an x axis that counts updates."""
     axis.set_xlabel("update", fontsize=8.5)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.tick_params(labelsize=8.5)
 
 
 def new_figure(width: float, height: float) -> Any:
+    """Returns an empty figure of this size in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -212,10 +221,12 @@ def highlight(axis: Any, found: Series, chosen: Sequence[tuple[str, str, str]]) 
 def heading(figure: Any, title: str, names: Sequence[tuple[str, str]]) -> None:
     """Writes the title, and the legend of `names` and colours: to the right of the title, or below it if both do not
     fit in one line."""
-    # Widths in inches, estimated: of a letter of a name, of the dot and gap beside it, of a letter of the title.
+    # These widths in inches are estimates: 0.105 for a letter of a name, 0.35 for the dot and the gap beside it, 0.0925
+    # for a letter of the title.
     widths = [0.105 * len(name) + 0.35 for name, _ in names]
     fits = 0.0925 * len(title) + sum(widths) - 0.35 < figure.get_figwidth()
     figure.suptitle(title if fits else f"{title}\n", fontsize=11, x=0.01, ha="left", weight="bold", color=INK)
+    # In shares of the figure's width and height; the legend is written from right to left.
     right, top = 0.995, 0.992 if fits else 0.992 - 0.2 / figure.get_figheight()
     for (name, shade), width in zip(reversed(names), reversed(widths)):
         figure.text(right, top, f"●  {name}", color=shade, fontsize=9.5, ha="right", va="top", weight="bold")
@@ -223,6 +234,7 @@ def heading(figure: Any, title: str, names: Sequence[tuple[str, str]]) -> None:
 
 
 def save(figure: Any, path: Path) -> Path:
+    """Writes a figure in the format of the path's ending, and creates missing folders. Returns the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # A PNG would name matplotlib and its version in its metadata; this is left out, so that files do not depend on it.
     literal(figure).savefig(path, metadata={"Software": None} if path.suffix.lower() in ("", ".png") else None)
