@@ -150,7 +150,7 @@ pub fn open(path: &Path, how: &mut OpenOptions) -> Result<File> {
         Ok(metadata) if !metadata.is_file() => not_regular(path, metadata.file_type()),
         _ => Error::io("open", path, e),
     })?;
-    // The system opens a folder, a device or a pipe without an error, so the open file is checked too.
+    // The system may open a folder, a device or a pipe without an error, so the open file is checked too.
     let metadata = file.metadata().map_err(|e| Error::io("open", path, e))?;
     match metadata.is_file() {
         true => Ok(file),

@@ -92,13 +92,14 @@ pub const ROW: usize = 1024;
 pub const SITE: u16 = u16::MAX;
 
 impl Rounding {
+    /// Returns the random stream of this update.
     fn stream(&self) -> Stream {
         Stream { seed: self.seed, update: self.update, micro_batch: 0, site: SITE }
     }
 }
 
 multiversion! {
-    /// Updates parameters `p` and moments `m`, `v` from gradients `g`, and zeroes `g`.
+    /// Updates parameters `p` and moments `m`, `v` from gradients `g`, and zeroes `g`. All have one length.
     ///
     /// `grad_scale` combines clipping and the loss's normaliser. If it is not finite, because a gradient is not finite,
     /// p, m and v do not change, so that the run can stop with its weights intact.
@@ -114,12 +115,13 @@ multiversion! {
         let [beta1, rest1] = [adam.beta1, 1.0 - adam.beta1].map(A::from_f64);
         let [beta2, rest2] = [adam.beta2, 1.0 - adam.beta2].map(A::from_f64);
         let [eps, step] = [adam.eps, adam.step_size()].map(A::from_f64);
+        // Decoupled weight decay multiplies the parameters by this factor.
         let keep = A::from_f64(1.0 - adam.lr * adam.weight_decay);
-        let (stream, mut bits, mut at) = (rounding.stream(), [0; 2 * ROW], 0);
-        // Each pass updates the elements whose random bits are in one row of the stream; `at` is the first of them.
-        while at < p.len() {
-            let (row, column) = ((rounding.first + at) / ROW, (rounding.first + at) % ROW);
-            let part = at..p.len().min(at + ROW - column);
+        let (stream, mut bits, mut start) = (rounding.stream(), [0; 2 * ROW], 0);
+        // Each pass updates the elements whose random bits are in one row of the stream; `start` is the first of them.
+        while start < p.len() {
+            let (row, column) = ((rounding.first + start) / ROW, (rounding.first + start) % ROW);
+            let part = start..p.len().min(start + ROW - column);
             if M::IS_ROUNDED {
                 philox::fill(&stream, row, 1, 2 * ROW, &mut bits);
             }
@@ -134,7 +136,7 @@ multiversion! {
                 *p = keep * *p - step * new_m / (new_v.sqrt() + eps);
                 (*m, *v, *g) = (M::rounded(new_m, *m_bits), M::rounded(new_v, *v_bits), A::ZERO);
             }
-            at = part.end;
+            start = part.end;
         }
     }
 }
@@ -150,6 +152,7 @@ pub fn sum_of_squares<A: Accumulator>(x: &[A]) -> f64 {
 const LANES: usize = 32;
 
 multiversion! {
+    /// Adds Σ x² to `total`.
     fn add_squares[A: Accumulator](x: &[A], total: &mut f64) {
         let mut sums = [0.0; LANES];
         let (chunks, rest) = x.as_chunks::<LANES>();
@@ -171,14 +174,16 @@ mod tests {
     use super::*;
     use crate::cpu::simd::{force, Level};
 
+    /// Returns a number in [−1, 1) that looks random and depends only on i.
     fn noise(i: usize) -> f64 {
         ((i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as f64 / (1 << 23) as f64 - 1.0
     }
 
+    /// The random bits of a run's first update.
     const FIRST: Rounding = Rounding { seed: 5, update: 1, first: 0 };
 
     /// Compares ten updates with Kingma & Ba's algorithm 1, whose formula uses m̂ and v̂; its ε is ours divided by
-    /// √(1−β₂ᵗ).
+    /// √(1−β₂ᵗ). `unit` is the rounding of A.
     fn agree<A: Accumulator>(unit: f64) {
         for level in Level::ALL {
             force(Some(level));
@@ -251,16 +256,16 @@ mod tests {
             force(Some(level));
             let (m, v, p) = rounded(n, 0, 1);
             let [old_m, old_v] = [0.7, 0.3].map(|v| f64::from(bf16::from_f32(v).to_f32()));
-            for (found, exact) in [(m, 0.9 * old_m + 0.1 * 0.1), (v, 0.999 * old_v + 0.001 * 0.01)] {
-                let mean = found.iter().map(|v| f64::from(*v)).sum::<f64>() / n as f64;
+            for (moments, exact) in [(m, 0.9 * old_m + 0.1 * 0.1), (v, 0.999 * old_v + 0.001 * 0.01)] {
+                let mean = moments.iter().map(|v| f64::from(*v)).sum::<f64>() / n as f64;
                 // Rounding gives one of two neighbours in bf16, each within 1/128; the mean's bound is five standard
                 // deviations.
                 let unit = exact / 128.0;
-                assert!(found.iter().all(|v| (f64::from(*v) - exact).abs() < unit));
+                assert!(moments.iter().all(|v| (f64::from(*v) - exact).abs() < unit));
                 assert!((mean - exact).abs() < 5.0 * 0.5 * unit / (n as f64).sqrt(), "{mean} for {exact}");
             }
             // The step uses the moments before they are rounded.
-            assert!(p.iter().all(|one| *one == p[0]));
+            assert!(p.iter().all(|parameter| *parameter == p[0]));
         }
         force(None);
     }
@@ -274,8 +279,10 @@ mod tests {
             assert_eq!((&part.0[..], &part.1[..]), (&whole.0[start..end], &whole.1[start..end]), "{start}");
         }
         assert_ne!(rounded(5000, 100, 8).0, whole.0);
-        let off = |moved: &[f32], all: &[f32]| moved.iter().zip(all).filter(|(a, b)| a != b).count();
-        assert!(off(&rounded(5000, 101, 7).0, &whole.0) > 1000 && off(&whole.0[1024..], &whole.0[..3976]) > 1000);
+        // Other places give other roundings, whether one element or one row of random bits apart.
+        let differing = |x: &[f32], y: &[f32]| x.iter().zip(y).filter(|(x, y)| x != y).count();
+        assert!(differing(&rounded(5000, 101, 7).0, &whole.0) > 1000);
+        assert!(differing(&whole.0[1024..], &whole.0[..3976]) > 1000);
     }
 
     #[test]

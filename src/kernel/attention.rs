@@ -91,7 +91,7 @@ multiversion! {
         let mut maxima = [E::Acc::ZERO; QUERIES];
         for s in sequences {
             for block in blocks(s) {
-                // The number of queries, padded to whole registers.
+                // `lanes` is the number of queries, padded to whole registers.
                 let lanes = block.count.next_multiple_of(LANES);
                 mask.draw(a, s, block);
                 for head in 0..a.heads {
@@ -169,7 +169,7 @@ multiversion! {
             dkeys[..a.heads * per_head].fill(E::Acc::ZERO);
             dvalues[..a.heads * per_head].fill(E::Acc::ZERO);
             for block in blocks(s) {
-                // The number of queries, padded to whole registers.
+                // `lanes` is the number of queries, padded to whole registers.
                 let lanes = block.count.next_multiple_of(LANES);
                 let first = s.q_start + block.first;
                 mask.draw(a, s, block);

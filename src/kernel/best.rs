@@ -26,7 +26,9 @@ pub struct Likely {
 /// The columns that may be chosen. The sum Σ exp z includes the excluded columns, too.
 #[derive(Clone, Copy, Debug)]
 pub enum Choice<'a> {
+    /// All columns except these.
     AllBut(&'a [usize]),
+    /// This column alone.
     Only(usize),
 }
 
@@ -61,8 +63,9 @@ impl Standing {
 }
 
 multiversion! {
-    /// Reads the next part of each row: `cols` logits that begin at column `start`. Rows are `stride` apart. Callers
-    /// must pass the parts in the order of their columns.
+    /// Reads the next part of each row: `cols` logits that begin at column `start`. `logits` begins with the first
+    /// row's part, and rows are `stride` apart. `count` is the number of best columns to find. Callers must pass the
+    /// parts in the order of their columns.
     pub fn rank[isa S][E: Element](
         logits: &[E],
         start: usize,
@@ -156,7 +159,7 @@ fn largest<E: Element>(
             let column = start + block * BLOCK + i;
             if value > least && !banned.contains(&column) {
                 let log_p = value.to_f64();
-                // After larger and equal logits: of equal logits the lower column, found earlier, comes first.
+                // The column comes after larger and equal logits, because of equal ones the lower column is first.
                 let place = found.partition_point(|better| better.log_p >= log_p);
                 // If there are `count` entries, the last one makes room.
                 found.truncate(count - 1);
@@ -175,7 +178,8 @@ mod tests {
     use crate::cpu::simd::{force, Level};
     use half::bf16;
 
-    /// Reads rows whole and in parts of 64 columns, checks that both find the same, and returns it.
+    /// Reads rows of `cols` logits, `stride` apart, whole and in parts of 64 columns. Checks that both find the same
+    /// best columns, and returns these for each row.
     fn run<E: Element>(z: &[f64], cols: usize, stride: usize, count: usize, choice: Choice) -> Vec<Vec<Likely>> {
         let logits: Vec<E> = z.iter().map(|z| E::store(E::Acc::from_f64(*z))).collect();
         let [whole, parts] = [cols, 64].map(|part| {
@@ -187,9 +191,9 @@ mod tests {
         });
         for (whole, parts) in whole.iter().zip(&parts) {
             assert_eq!(whole.len(), parts.len());
-            for (one, other) in whole.iter().zip(parts) {
-                assert_eq!((one.column, one.log_p.is_nan()), (other.column, other.log_p.is_nan()));
-                assert!(one.log_p.is_nan() || (one.log_p - other.log_p).abs() < 1e-6, "{one:?} {other:?}");
+            for (whole, part) in whole.iter().zip(parts) {
+                assert_eq!((whole.column, whole.log_p.is_nan()), (part.column, part.log_p.is_nan()));
+                assert!(whole.log_p.is_nan() || (whole.log_p - part.log_p).abs() < 1e-6, "{whole:?} {part:?}");
             }
         }
         parts
@@ -219,6 +223,7 @@ mod tests {
             .collect()
     }
 
+    /// Compares the best columns of many rows with those that sorting finds; `bound` is the error of log p.
     fn check<E: Element>(level: Level, bound: f64) {
         for (seed, cols) in [1, 2, 15, 64, 65, 300, 1000].into_iter().enumerate() {
             let stride = cols + seed % 3;
@@ -269,15 +274,16 @@ mod tests {
 
     #[test]
     fn a_nan_is_all_that_is_found() {
-        for at in [0, 63, 69] {
+        // There are three rows of 70 columns, of which the second has one bad logit.
+        for place in [0, 63, 69] {
             for bad in [f64::NAN, f64::INFINITY] {
                 let mut z = vec![0.5; 3 * 70];
-                z[70 + at] = bad;
+                z[70 + place] = bad;
                 let is_nan: Vec<bool> = run::<f32>(&z, 70, 70, 2, Choice::AllBut(&[]))
                     .iter()
                     .map(|found| found.len() == 1 && found[0].log_p.is_nan())
                     .collect();
-                assert_eq!(is_nan, [false, true, false], "{bad} at {at}");
+                assert_eq!(is_nan, [false, true, false], "{bad} at {place}");
             }
         }
         assert!(run::<f32>(&[f64::NEG_INFINITY; 9], 9, 9, 2, Choice::AllBut(&[]))[0][0].log_p.is_nan());

@@ -265,8 +265,8 @@ struct Weights<A> {
 }
 
 impl<A: Accumulator> Weights<A> {
-    /// Returns `scale` times the coefficients of ∂loss/∂z; `size` is |V_t|. The caller divides `all` by Σ exp(z − max
-    /// z).
+    /// Returns `scale` times the coefficients of ∂loss/∂z; `size` is |V_t|. The caller then divides `all` by the row's
+    /// sum of exponentials.
     #[inline(always)]
     fn new(smoothing: Smoothing, size: usize, scale: A) -> Self {
         let Smoothing { nll, uniform } = smoothing;

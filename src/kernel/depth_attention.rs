@@ -30,8 +30,9 @@ multiversion! {
     ) {
         let d = u.len() / x.len();
         let mut shares = Shares::new(v.len(), x.len(), is_normed);
-        for (at, scores) in scores.chunks_exact_mut(v.len() * x.len()).enumerate() {
-            let here = at * d..(at + 1) * d;
+        for (position, scores) in scores.chunks_exact_mut(v.len() * x.len()).enumerate() {
+            // `here` is the range of the position's numbers in each output and result.
+            let here = position * d..(position + 1) * d;
             let outputs = v.iter().map(|v| &v[here.clone()]);
             shares.compute::<E, S>(outputs.clone(), u);
             scores.copy_from_slice(&shares.scores);
@@ -50,10 +51,11 @@ multiversion! {
         let (d, count) = (u.len() / g.len(), v.len());
         let mut shares = Shares::new(count, g.len(), is_normed);
         let zeros = |len: usize| filled(E::Acc::ZERO, len);
-        // b of one query, dz_ci r_i of all queries (queries, outputs), and t.
+        // These are b of one query, dz_ci r_i of all queries (queries, outputs), and t.
         let (mut share_gradients, mut steps, mut totals) = (zeros(count), zeros(count * g.len()), zeros(count));
-        for at in 0..g[0].len() / d {
-            let here = at * d..(at + 1) * d;
+        for position in 0..g[0].len() / d {
+            // `here` is the range of the position's numbers in each output and result.
+            let here = position * d..(position + 1) * d;
             let outputs = v.iter().map(|v| &v[here.clone()]);
             let gradients = g.iter().map(|g| &g[here.clone()]);
             shares.compute::<E, S>(outputs.clone(), u);
@@ -61,7 +63,7 @@ multiversion! {
             for (c, g) in gradients.clone().enumerate() {
                 let row = c * count..(c + 1) * count;
                 let (scores, a) = (&shares.scores[row.clone()], &shares.shares[row.clone()]);
-                let mut mean = E::Acc::ZERO;
+                let mut mean = E::Acc::ZERO; // the formula's Σ_j a_cj b_cj
                 for (i, v) in outputs.clone().enumerate() {
                     let r = if is_normed { shares.inverse_rms[i] } else { E::Acc::ONE };
                     share_gradients[i] = dot::<E, E, S>(g, v) * r;
@@ -80,11 +82,11 @@ multiversion! {
             }
             for (i, (v, dv)) in outputs.zip(dv.iter_mut()).enumerate() {
                 let r = shares.inverse_rms[i];
-                let of_v = -(totals[i] * r * r / E::Acc::from_f64(d as f64));
+                let v_weight = -(totals[i] * r * r / E::Acc::from_f64(d as f64));
                 // Column i of the matrices (queries, outputs) has the numbers of this output.
-                let of_x = gradients.clone().zip(shares.weights[i..].iter().step_by(count).copied());
-                let of_u = u.chunks_exact(d).zip(steps[i..].iter().step_by(count).copied());
-                combine_both::<E, S>(of_x.chain([(v, of_v)]), of_u, &mut dv[here.clone()]);
+                let x_pairs = gradients.clone().zip(shares.weights[i..].iter().step_by(count).copied());
+                let u_pairs = u.chunks_exact(d).zip(steps[i..].iter().step_by(count).copied());
+                combine_both::<E, S>(x_pairs.chain([(v, v_weight)]), u_pairs, &mut dv[here.clone()]);
             }
         }
     }
@@ -93,24 +95,25 @@ multiversion! {
 /// The softmax of one position. Matrices have a row for each query, and a column for each output.
 struct Shares<A> {
     is_normed: bool,
-    /// r, a number for each output.
+    /// The factor r of each output.
     inverse_rms: Vec<A>,
-    /// z.
+    /// The scores z.
     scores: Vec<A>,
-    /// a, the softmax of z.
+    /// The softmax a of z over the outputs.
     shares: Vec<A>,
-    /// w, the outputs' weights in the sum.
+    /// The outputs' weights w in the sum.
     weights: Vec<A>,
 }
 
 impl<A: Accumulator> Shares<A> {
+    /// Allocates the numbers of a position, for this many outputs and queries.
     fn new(outputs: usize, queries: usize, is_normed: bool) -> Self {
         let matrix = || filled(A::ZERO, outputs * queries);
         let (scores, shares, weights) = (matrix(), matrix(), matrix());
         Shares { is_normed, inverse_rms: filled(A::ZERO, outputs), scores, shares, weights }
     }
 
-    /// Computes all of it from the outputs' rows at a position.
+    /// Computes all fields from the outputs' rows at a position and the queries `u`.
     #[inline(always)]
     fn compute<'a, E: Element<Acc = A>, S: Isa>(&mut self, outputs: impl Iterator<Item = &'a [E]>, u: &[A]) {
         let (count, queries) = (self.inverse_rms.len(), self.scores.len() / self.inverse_rms.len());

@@ -6,9 +6,10 @@ use crate::device_struct;
 use crate::error::Result;
 use tch::Tensor;
 
-/// The settings of dropout.
+/// The settings of dropout: its rate, and the numbers that select its random stream.
 #[derive(Clone, Copy)]
 pub struct Draw {
+    /// The rate, the probability that an element is dropped.
     pub p: f64,
     pub seed: i64,
     pub update: i64,
@@ -19,6 +20,7 @@ pub struct Draw {
 }
 
 impl Draw {
+    /// The settings that drop nothing.
     pub const NONE: Draw = Draw { p: 0.0, seed: 0, update: 0, micro_batch: 0, site: 0, device_seed: std::ptr::null() };
 
     /// Returns the settings with the numbers of `seed`, which are (seed, update, micro-batch).
@@ -49,6 +51,7 @@ device_struct! {
 }
 
 impl OnDevice {
+    /// Converts the settings for a GPU's kernels.
     pub fn of(draw: &Draw) -> Self {
         // Only the threshold and the scale are needed here: the kernel reads the stream's numbers on the device.
         let d = philox::Dropout::new(draw.p, Stream::default());
@@ -57,18 +60,18 @@ impl OnDevice {
     }
 }
 
-/// Returns dropout's factors for a matrix of `rows` × `cols`, float64 on the CPU.
+/// Returns dropout's factors, 0 or 1/(1 − p), for a matrix (rows, cols), as a float64 tensor on the CPU.
 pub fn mask(draw: &Draw, rows: usize, cols: usize) -> Result<Tensor> {
-    let mut scale = memory::filled(1.0, rows.saturating_mul(cols));
+    let mut factors = memory::filled(1.0, rows.saturating_mul(cols));
     // Without elements there is nothing to draw, and rows of 0 columns cannot be iterated.
     if let (Some(dropout), true) = (draw.dropout(), rows * cols > 0) {
         let mut random = philox::scratch(rows, cols);
         philox::fill(&dropout.stream, 0, rows, cols, &mut random);
-        for (scale, random) in scale.chunks_exact_mut(cols).zip(random.chunks_exact(philox::padded(cols))) {
-            for (s, r) in scale.iter_mut().zip(random) {
-                *s = if *r >= dropout.threshold { dropout.scale } else { 0.0 };
+        for (factors, random) in factors.chunks_exact_mut(cols).zip(random.chunks_exact(philox::padded(cols))) {
+            for (factor, random) in factors.iter_mut().zip(random) {
+                *factor = if *random >= dropout.threshold { dropout.scale } else { 0.0 };
             }
         }
     }
-    Ok(Tensor::f_from_slice(&scale)?.f_reshape([rows as i64, cols as i64].as_slice())?)
+    Ok(Tensor::f_from_slice(&factors)?.f_reshape([rows as i64, cols as i64].as_slice())?)
 }

@@ -29,20 +29,21 @@ pub enum Divisor {
 
 /// The results of a read, for each of its positions.
 pub struct JointResults<'a, E: Element> {
-    /// x, (positions, d).
+    /// The sums x, (positions, d).
     pub x: &'a mut [E],
-    /// m, (positions, rows of W).
+    /// The products m, (positions, rows of W).
     pub mixes: &'a mut [E::Acc],
     /// σ(s m₀ + b), (positions, n). p is larger by its ε.
     pub sigmoids: &'a mut [E::Acc],
-    /// r.
+    /// The factor r, (positions).
     pub scales: &'a mut [E::Acc],
-    /// c/⟨dm, m⟩.
+    /// The ratio c/⟨dm, m⟩, which the backward pass needs, (positions).
     pub slopes: &'a mut [E::Acc],
 }
 
 multiversion! {
-    /// Reads the streams `h` (positions, n, d). `weight` has rows of n·d numbers, `bias` n numbers.
+    /// Reads the streams `h` (positions, n, d). `weight` has rows of n·d numbers. The gates are σ(scale·m₀ + bias) plus
+    /// `eps`, where m₀ are the first n numbers of m.
     pub fn forward[isa S][E: Element](
         h: &[E], weight: &[E::Acc], scale: E::Acc, bias: &[E::Acc], eps: E::Acc, by: Divisor, to: JointResults<E>,
     ) {
@@ -56,7 +57,7 @@ multiversion! {
             (*r, *slope) = match squares == E::Acc::from_f64(f64::INFINITY) {
                 true => read_large(h, weight, by, mixes),
                 false => {
-                    let (r, slope) = of_size(by, squares, n * d);
+                    let (r, slope) = scale_and_slope(by, squares, n * d);
                     dots::<E, S>(h, weight, mixes);
                     mixes.iter_mut().for_each(|m| *m = *m * r);
                     (r, slope)
@@ -78,22 +79,22 @@ fn read_large<E: Element>(h: &[E], weight: &[E::Acc], by: Divisor, mixes: &mut [
     let (largest, width) = (magnitude(&h), E::Acc::from_f64(h.len() as f64));
     h.iter_mut().for_each(|h| *h = *h / largest);
     let squares = h.iter().fold(E::Acc::ZERO, |sum, h| sum + *h * *h);
-    // 1/r² is largest² times this; next to it ε is nothing.
+    // 1/r² is largest² times `mean`; the ε beside it is negligible.
     let (mean, share) = match by {
         Divisor::RootMeanSquare(_) => (squares / width, E::Acc::ONE / width),
         Divisor::Norm(_) => (squares, E::Acc::ONE),
     };
-    let of_divided = E::Acc::ONE / mean.sqrt();
+    let divided_r = E::Acc::ONE / mean.sqrt(); // r of the divided streams
     for (m, w) in mixes.iter_mut().zip(weight.chunks_exact(h.len())) {
-        *m = w.iter().zip(&h).fold(E::Acc::ZERO, |sum, (w, h)| sum + *w * *h) * of_divided;
+        *m = w.iter().zip(&h).fold(E::Acc::ZERO, |sum, (w, h)| sum + *w * *h) * divided_r;
     }
-    let r = of_divided / largest;
+    let r = divided_r / largest;
     (r, -(r * r * share))
 }
 
-/// Returns r and c/⟨dm, m⟩ for a sum of `width` squares.
+/// Returns r and c/⟨dm, m⟩ for streams of `width` numbers, whose squares add up to `squares`.
 #[inline(always)]
-fn of_size<A: Accumulator>(by: Divisor, squares: A, width: usize) -> (A, A) {
+fn scale_and_slope<A: Accumulator>(by: Divisor, squares: A, width: usize) -> (A, A) {
     let width = A::from_f64(width as f64);
     match by {
         Divisor::RootMeanSquare(eps) => {
@@ -110,34 +111,34 @@ fn of_size<A: Accumulator>(by: Divisor, squares: A, width: usize) -> (A, A) {
     }
 }
 
-/// What the gradients of a read are computed from, for each of its positions.
+/// The inputs of a read's backward pass, for each of its positions.
 #[derive(Clone, Copy)]
 pub struct JointGiven<'a, E: Element> {
-    /// (positions, d).
+    /// The gradient of x, (positions, d).
     pub dx: &'a [E],
-    /// (positions, n, d).
+    /// The streams, (positions, n, d).
     pub h: &'a [E],
-    /// dh′, if there is a write.
+    /// The gradient dh′ that a write gives to the streams, (positions, n, d); `None` without a write.
     pub written: Option<&'a [E]>,
     /// The gradient of m where it is used beside p, (positions, rows of W).
     pub dm: Option<&'a [E::Acc]>,
-    /// m.
+    /// The products m, (positions, rows of W).
     pub mixes: &'a [E::Acc],
     /// σ(s m₀ + b), (positions, n).
     pub sigmoids: &'a [E::Acc],
-    /// r.
+    /// The factor r, (positions).
     pub scales: &'a [E::Acc],
-    /// c/⟨dm, m⟩.
+    /// The ratio c/⟨dm, m⟩, (positions).
     pub slopes: &'a [E::Acc],
 }
 
 /// The gradients that are sums over positions.
 pub struct JointSums<'a, A> {
-    /// (rows of W, n·d).
+    /// The gradient of W, (rows of W, n·d).
     pub weight: &'a mut [A],
-    /// One number.
+    /// The gradient of s, one number.
     pub scale: &'a mut [A],
-    /// (n).
+    /// The gradient of b, (n).
     pub bias: &'a mut [A],
 }
 
@@ -145,23 +146,23 @@ pub struct JointSums<'a, A> {
 const BLOCK: usize = 16;
 
 multiversion! {
-    /// Computes dh, and adds to the sums. `weight` is (rows of W, n·d).
+    /// Computes dh, and adds to the sums. `weight` is W, (rows of W, n·d); `scale` is s, and `eps` the ε of p.
     pub fn backward[isa S][E: Element](
         given: JointGiven<E>, weight: &[E::Acc], scale: E::Acc, eps: E::Acc, dh: &mut [E], sums: JointSums<E::Acc>,
     ) {
         let JointGiven { dx, h, written, dm, mixes, sigmoids, scales, slopes } = given;
         let (n, k) = (sums.bias.len(), mixes.len() / scales.len());
         let (width, d) = (weight.len() / k, weight.len() / k / n);
-        // r·dm, of a block of positions.
+        // This holds dm and then r·dm, of a block of positions.
         let mut steps = filled(E::Acc::ZERO, BLOCK * k);
         for first in (0..scales.len()).step_by(BLOCK) {
             let block = first..scales.len().min(first + BLOCK);
             let steps = &mut steps[..block.len() * k];
-            for (at, step) in block.clone().zip(steps.chunks_exact_mut(k)) {
-                let (dx, h) = (&dx[at * d..][..d], &h[at * width..][..width]);
-                let (m, sigmoids) = (&mixes[at * k..][..k], &sigmoids[at * n..][..n]);
+            for (position, step) in block.clone().zip(steps.chunks_exact_mut(k)) {
+                let (dx, h) = (&dx[position * d..][..d], &h[position * width..][..width]);
+                let (m, sigmoids) = (&mixes[position * k..][..k], &sigmoids[position * n..][..n]);
                 match dm {
-                    Some(dm) => step.copy_from_slice(&dm[at * k..][..k]),
+                    Some(dm) => step.copy_from_slice(&dm[position * k..][..k]),
                     None => step.fill(E::Acc::ZERO),
                 }
                 for (i, h) in h.chunks_exact(d).enumerate() {
@@ -172,12 +173,12 @@ multiversion! {
                     sums.bias[i] += dlogit;
                     step[i] += dlogit * scale;
                 }
-                let c = step.iter().zip(m).fold(E::Acc::ZERO, |sum, (step, m)| sum + *step * *m) * slopes[at];
-                step.iter_mut().for_each(|step| *step = *step * scales[at]);
-                for (i, dh) in dh[at * width..][..width].chunks_exact_mut(d).enumerate() {
+                let c = step.iter().zip(m).fold(E::Acc::ZERO, |sum, (step, m)| sum + *step * *m) * slopes[position];
+                step.iter_mut().for_each(|step| *step = *step * scales[position]);
+                for (i, dh) in dh[position * width..][..width].chunks_exact_mut(d).enumerate() {
                     let columns = i * d..(i + 1) * d;
                     let pairs = [(dx, sigmoids[i] + eps), (&h[columns.clone()], c)];
-                    let written = written.map(|all| (&all[at * width + i * d..][..d], E::Acc::ONE));
+                    let written = written.map(|all| (&all[position * width + i * d..][..d], E::Acc::ONE));
                     // The columns of W that belong to this stream.
                     let products = weight.chunks_exact(width).map(|w| &w[columns.clone()]).zip(step.iter().copied());
                     combine_both::<E, S>(pairs.into_iter().chain(written), products, dh);

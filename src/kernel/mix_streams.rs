@@ -19,6 +19,7 @@ struct Position<'a, E> {
 }
 
 impl<'a, E> Position<'a, E> {
+    /// Returns the rows h_j: each stream, then the added row.
     #[inline(always)]
     fn iter(&self) -> impl Iterator<Item = &'a [E]> + Clone {
         self.streams.chunks_exact(self.d).chain(self.added)
@@ -34,8 +35,8 @@ multiversion! {
         // The number of rows to add up: the streams, and the added row if there is one.
         let k = n + usize::from(added.is_some());
         let all = streams.chunks_exact(n * d).zip(weights.chunks_exact(m * k)).zip(y.chunks_exact_mut(m * d));
-        for (at, ((streams, weights), y)) in all.enumerate() {
-            let position = Position { streams, added: added.map(|added| &added[at * d..(at + 1) * d]), d };
+        for (index, ((streams, weights), y)) in all.enumerate() {
+            let position = Position { streams, added: added.map(|added| &added[index * d..(index + 1) * d]), d };
             for (weights, y) in weights.chunks_exact(k).zip(y.chunks_exact_mut(d)) {
                 combine::<E, S>(position.iter().zip(weights.iter().copied()), y);
             }
@@ -44,7 +45,8 @@ multiversion! {
 }
 
 multiversion! {
-    /// Computes the gradients of the streams, of `added` and of the weights from `dy`, the gradient of y.
+    /// Computes the gradients of the streams, of `added` (empty if absent) and of the weights from `dy`, the gradient
+    /// of y. The shapes are those of [`forward`].
     pub fn backward[isa S][E: Element](
         shape: [usize; 3], dy: &[E], streams: &[E], added: Option<&[E]>, weights: &[E::Acc], dstreams: &mut [E],
         dadded: &mut [E], dweights: &mut [E::Acc],
@@ -54,8 +56,9 @@ multiversion! {
         let k = n + usize::from(added.is_some());
         let all = dy.chunks_exact(m * d).zip(streams.chunks_exact(n * d)).zip(weights.chunks_exact(m * k));
         let to = dstreams.chunks_exact_mut(n * d).zip(dweights.chunks_exact_mut(m * k));
-        for (at, (((dy, streams), weights), (dstreams, dweights))) in all.zip(to).enumerate() {
-            let here = at * d..(at + 1) * d;
+        for (index, (((dy, streams), weights), (dstreams, dweights))) in all.zip(to).enumerate() {
+            // `here` is the range of the position's numbers in `added`.
+            let here = index * d..(index + 1) * d;
             let position = Position { streams, added: added.map(|added| &added[here.clone()]), d };
             for (dy, dweights) in dy.chunks_exact(d).zip(dweights.chunks_exact_mut(k)) {
                 for (h, dw) in position.iter().zip(dweights) {

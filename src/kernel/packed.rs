@@ -18,9 +18,11 @@ use std::ops::Range;
 
 /// A matrix W (n, k), packed, and a bias b (n).
 pub struct PackedMatrix<A> {
+    /// The panels, one after the other, each with its 32 numbers of column 0, of column 1, and so on.
     panels: Aligned<A>,
     /// The bias, padded with zeros to a whole number of panels.
     bias: Aligned<A>,
+    /// The numbers of rows and of columns of W.
     n: usize,
     k: usize,
 }
@@ -126,6 +128,7 @@ multiversion! {
         // (12 rows: 24 of 32 registers), or one pack in two AVX2 registers (6 rows: 12 of 16).
         let tallest = if is_wide::<S>() { 12 } else { 6 };
         for first in (0..all.rows).step_by(tallest) {
+            // A tile's height is a constant, because only then do its sums stay in registers.
             macro_rules! of_height {
                 ($($height:literal)+) => {
                     match tallest.min(all.rows - first) {
@@ -199,12 +202,15 @@ mod tests {
     use super::*;
     use crate::cpu::simd::{force, Level};
 
+    /// Returns n numbers in about [−1, 1) that look random; `from` selects them.
     fn noise(n: usize, from: usize) -> Vec<f64> {
         (from..from + n)
             .map(|i| ((i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as f64 / 8e6 - 1.0)
             .collect()
     }
 
+    /// Checks y (rows, n) = x Wᵀ + b, and its columns after the first panel alone. Rows of x and y have `x_pad` and
+    /// `y_pad` more columns, which must stay unread and unwritten.
     fn check<A: Accumulator>(level: Level, [rows, n, k]: [usize; 3], [x_pad, y_pad]: [usize; 2], bound: f64) {
         let typed = |values: Vec<f64>| values.into_iter().map(A::from_f64).collect::<Vec<A>>();
         let (x, w, b) = (typed(noise(rows * (k + x_pad), 0)), typed(noise(n * k, 900)), typed(noise(n, 77)));

@@ -39,6 +39,7 @@ multiversion! {
         }
         assert!(cols > 0 && x.len().is_multiple_of(cols), "{} elements in rows of {cols}", x.len());
         let (kept, per_row) = (E::Acc::from_f64(dropout.scale), philox::padded(cols));
+        // The random numbers of this many rows are drawn together.
         let rows = (DRAWN / per_row).max(1);
         let mut random = philox::scratch(rows, cols);
         for (i, (x, y)) in x.chunks(rows * cols).zip(y.chunks_mut(rows * cols)).enumerate() {
@@ -54,7 +55,7 @@ multiversion! {
 }
 
 multiversion! {
-    /// Computes dx from y and dy.
+    /// Computes dx from the forward pass's y and from dy; of `dropout` only the scale is used.
     pub fn backward[E: Element](dropout: Option<&Dropout>, y: &[E], dy: &[E], dx: &mut [E]) {
         assert!(y.len() == dy.len() && y.len() == dx.len());
         let scale = dropout.map_or(E::Acc::ONE, |d| E::Acc::from_f64(d.scale));
@@ -87,10 +88,12 @@ mod tests {
 
     const WIDTHS: [usize; 10] = [1, 2, 7, 16, 31, 123, 128, 512, 1000, 5000];
 
+    /// Returns dropout with the rate 0.3.
     fn dropout() -> Dropout {
         Dropout::new(0.3, Stream { seed: 77, update: 2, micro_batch: 0, site: 4 }).unwrap()
     }
 
+    /// Returns n numbers in [−1, 1) that look random.
     fn values<E: Element>(n: usize) -> Vec<E> {
         let noise =
             |i: usize| ((i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as f64 / (1 << 23) as f64 - 1.0;

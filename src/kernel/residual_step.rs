@@ -128,7 +128,7 @@ multiversion! {
             }
             _ => None,
         };
-        // G in the computing type, which only curves need.
+        // This holds G in the computing type, which only curves need.
         let mut total = memory::filled(X::Acc::ZERO, if bend.is_some() { GROUP * cols } else { 0 });
         let (alpha, beta) = scales(step);
         let (dalpha, dbeta) = (sum_of(grads.dalpha, cols), sum_of(grads.dbeta, cols));
@@ -177,7 +177,8 @@ multiversion! {
     }
 }
 
-/// Computes x⁺ = α⊙x + β⊙drop(f), or x + f if the scales are empty, because then nothing is dropped ([`scales`]).
+/// Writes x⁺ = α⊙x + β⊙drop(f) of a group of rows to `to`, or x + f if the scales are empty, because then nothing is
+/// dropped ([`scales`]). `beta` includes dropout's scale.
 #[inline(always)]
 fn add<S: Isa, X: Element, F: Element<Acc = X::Acc>>(
     alpha: &[X::Acc],

@@ -102,7 +102,7 @@ pub struct RowNormFns<A> {
     pub stats: usize,
     /// The curve of a [`CurveNorm`], whose functions below are not called.
     pub curve: Option<Curve<A>>,
-    // The functions of `RowNorm`.
+    // These are the functions of `RowNorm`.
     measure: fn(&Sums<A>, A) -> Option<Measured<A>>,
     measure_scaled: fn(&[A], A) -> Measured<A>,
     gradient: fn(Measured<A>, A, A, A, A) -> RowGradient<A>,

@@ -24,13 +24,14 @@ type Elements<A> = [A; LANES];
 #[derive(Clone, Copy)]
 struct Division {
     n: usize,
+    /// True if columns are divided, false if rows are.
     columns: bool,
 }
 
 impl Division {
     /// Returns the indices of the elements in column (or row) `line`.
     #[inline(always)]
-    fn at(self, line: usize) -> impl Iterator<Item = usize> + Clone {
+    fn line(self, line: usize) -> impl Iterator<Item = usize> + Clone {
         let (first, step) = if self.columns { (line, self.n) } else { (line * self.n, 1) };
         (0..self.n).map(move |i| first + i * step)
     }
@@ -42,7 +43,7 @@ fn divisions(n: usize, iterations: usize) -> impl DoubleEndedIterator<Item = Div
 }
 
 multiversion! {
-    /// Computes `m` from `logits`, which both consist of n×n matrices.
+    /// Computes `m` from `logits`, which both consist of n×n matrices. [`LANES`] of them are computed together.
     pub fn forward[isa S][E: Element](n: usize, iterations: usize, eps: f64, logits: &[E], m: &mut [E]) {
         let (size, eps) = (n * n, E::Acc::from_f64(eps));
         let mut state = filled([E::Acc::ZERO; LANES], size);
@@ -52,7 +53,7 @@ multiversion! {
             add(&mut state, eps);
             for division in divisions(n, iterations) {
                 for line in 0..n {
-                    divide(division.at(line), eps, &mut state);
+                    divide(division.line(line), eps, &mut state);
                 }
             }
             scatter(&state, m);
@@ -67,12 +68,13 @@ multiversion! {
     ) {
         let (size, eps, count) = (n * n, E::Acc::from_f64(eps), divisions(n, iterations).len());
         let zero = [E::Acc::ZERO; LANES];
-        // The softmax, then M after each division; the divisors of each division; the gradient.
+        // `states` holds the softmax, then M after each division. `sums` holds each division's divisors, and `g` the
+        // gradient.
         let (mut states, mut sums, mut g) =
             (filled(zero, size * (count + 1)), filled(zero, n * count), filled(zero, size));
         let all = dm.chunks(size * LANES).zip(logits.chunks(size * LANES)).zip(dlogits.chunks_mut(size * LANES));
         for ((dm, logits), dlogits) in all {
-            // The forward pass again, which this time keeps every state and every divisor.
+            // Repeat the forward pass, but keep every state and every divisor.
             gather(logits, &mut states[..size]);
             softmax::<E::Acc, S>(n, &mut states[..size]);
             for (i, division) in divisions(n, iterations).enumerate() {
@@ -83,21 +85,21 @@ multiversion! {
                     add(state, eps);
                 }
                 for line in 0..n {
-                    sums[i * n + line] = divide(division.at(line), eps, state);
+                    sums[i * n + line] = divide(division.line(line), eps, state);
                 }
             }
-            // The gradients of the divisions, last division first.
+            // Go back through the divisions, the last one first.
             gather(dm, &mut g);
             for (i, division) in divisions(n, iterations).enumerate().rev() {
                 let state = &states[(i + 1) * size..(i + 2) * size];
                 for line in 0..n {
-                    divide_backward(division.at(line), state, &sums[i * n + line], &mut g);
+                    divide_backward(division.line(line), state, &sums[i * n + line], &mut g);
                 }
             }
-            // The softmax p has the gradient p·(g − Σ g·p): a division's, with the factor p in place of 1/s.
+            // The softmax p has the gradient p·(g − Σ g·p). A division by 1 gives the bracket; the factor p follows.
             let rows = Division { n, columns: false };
             for line in 0..n {
-                divide_backward(rows.at(line), &states[..size], &[E::Acc::ONE; LANES], &mut g);
+                divide_backward(rows.line(line), &states[..size], &[E::Acc::ONE; LANES], &mut g);
             }
             for (g, p) in g.iter_mut().zip(&states[..size]) {
                 for l in 0..LANES {
@@ -131,45 +133,46 @@ fn scatter<E: Element>(from: &[Elements<E::Acc>], to: &mut [E]) {
     }
 }
 
-/// Replaces each row by its softmax.
+/// Replaces each row of the n×n matrices by its softmax.
 #[inline(always)]
 fn softmax<A: Accumulator, S: Isa>(n: usize, state: &mut [Elements<A>]) {
     for row in state.chunks_exact_mut(n) {
         let mut largest = row[0];
-        for one in &row[1..] {
+        for element in &row[1..] {
             for l in 0..LANES {
-                largest[l] = one[l].max(largest[l]);
+                largest[l] = element[l].max(largest[l]);
             }
         }
         let mut sum = [A::ZERO; LANES];
-        for one in row.iter_mut() {
+        for element in row.iter_mut() {
             for l in 0..LANES {
-                one[l] = exp::<A, S>(one[l] - largest[l]);
-                sum[l] += one[l];
+                element[l] = exp::<A, S>(element[l] - largest[l]);
+                sum[l] += element[l];
             }
         }
-        for one in row {
+        for element in row {
             for l in 0..LANES {
-                one[l] = one[l] / sum[l];
+                element[l] = element[l] / sum[l];
             }
         }
     }
 }
 
+/// Adds ε to every element.
 #[inline(always)]
 fn add<A: Accumulator>(state: &mut [Elements<A>], eps: A) {
-    for one in state {
+    for element in state {
         for l in 0..LANES {
-            one[l] += eps;
+            element[l] += eps;
         }
     }
 }
 
-/// Divides the elements at these indices by their sum + ε, and returns this divisor.
+/// Divides the elements with the indices `line` by their sum + ε, and returns this divisor.
 #[inline(always)]
-fn divide<A: Accumulator>(at: impl Iterator<Item = usize> + Clone, eps: A, state: &mut [Elements<A>]) -> Elements<A> {
+fn divide<A: Accumulator>(line: impl Iterator<Item = usize> + Clone, eps: A, state: &mut [Elements<A>]) -> Elements<A> {
     let mut sum = [A::ZERO; LANES];
-    for e in at.clone() {
+    for e in line.clone() {
         for l in 0..LANES {
             sum[l] += state[e][l];
         }
@@ -177,7 +180,7 @@ fn divide<A: Accumulator>(at: impl Iterator<Item = usize> + Clone, eps: A, state
     for l in 0..LANES {
         sum[l] += eps;
     }
-    for e in at {
+    for e in line {
         for l in 0..LANES {
             state[e][l] = state[e][l] / sum[l];
         }
@@ -185,21 +188,22 @@ fn divide<A: Accumulator>(at: impl Iterator<Item = usize> + Clone, eps: A, state
     sum
 }
 
-/// Computes the gradient of [`divide`]: replaces g, the gradient of y = x/s at these indices, by x's, (g − Σ g·y)/s.
+/// Computes the gradient of [`divide`]: replaces g, the gradient of y = x/s at the indices `line`, by that of x,
+/// (g − Σ g·y)/s.
 #[inline(always)]
 fn divide_backward<A: Accumulator>(
-    at: impl Iterator<Item = usize> + Clone,
+    line: impl Iterator<Item = usize> + Clone,
     y: &[Elements<A>],
     s: &Elements<A>,
     g: &mut [Elements<A>],
 ) {
     let mut sum = [A::ZERO; LANES];
-    for e in at.clone() {
+    for e in line.clone() {
         for l in 0..LANES {
             sum[l] += g[e][l] * y[e][l];
         }
     }
-    for e in at {
+    for e in line {
         for l in 0..LANES {
             g[e][l] = (g[e][l] - sum[l]) / s[l];
         }

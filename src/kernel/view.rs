@@ -23,7 +23,7 @@ impl View {
 
     /// Returns the view of a matrix on the CPU with contiguous rows; `None` for other tensors or unsupported types.
     pub fn of(t: &Tensor) -> Option<View> {
-        // The codes of `by_dtype!`, and 4 for int64.
+        // These are the codes of `by_dtype!`, and 4 for int64.
         let dtype = match t.kind() {
             Kind::Float => 0,
             Kind::Double => 1,

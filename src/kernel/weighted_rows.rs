@@ -9,7 +9,7 @@ pub fn combine<'a, E: Element, S: Isa>(pairs: impl Iterator<Item = (&'a [E], E::
     combine_both::<E, S>(pairs, std::iter::empty(), y);
 }
 
-/// Computes y = Σ w·row over two lists of pairs (row, w). Rows of the second list are in the computing type.
+/// Computes y = Σ w·row over the pairs (row, w) of two lists. Rows of `computed` are in the computing type.
 #[inline(always)]
 pub fn combine_both<'a, E: Element, S: Isa>(
     pairs: impl Iterator<Item = (&'a [E], E::Acc)> + Clone,
@@ -29,6 +29,7 @@ pub fn combine_both<'a, E: Element, S: Isa>(
         }
         Of::<E::Acc, S>::store(sum, to, store);
     }
+    // The last columns fill no block, so they are added one by one.
     for (c, to) in rest.iter_mut().enumerate() {
         let mut sum = E::Acc::ZERO;
         for (row, w) in pairs.clone() {
@@ -68,6 +69,7 @@ pub fn add_scaled<E: Element, S: Isa>(y: &mut [E::Acc], row: &[E], w: E::Acc) {
 #[inline(always)]
 pub fn add_products<E: Element, S: Isa>(rows: &[E], weights: &[E::Acc], k: usize, y: &mut [E::Acc]) {
     let width = y.len() / k;
+    // Returns for each row its weights of y_j, y_(j+1), ….
     let weights_of = |j: usize| weights.chunks_exact(k).map(move |weights| &weights[j..]);
     let (fours, rest) = y.split_at_mut(k / 4 * 4 * width);
     for (four, y) in fours.chunks_exact_mut(4 * width).enumerate() {
@@ -87,6 +89,7 @@ pub fn add_products<E: Element, S: Isa>(rows: &[E], weights: &[E::Acc], k: usize
                 Of::<E::Acc, S>::store([sum[0].add(before[0]), sum[1].add(before[1])], y, Store::PLAIN);
             }
         }
+        // The last columns fill no block, so they are added one by one.
         for (row, w) in pairs {
             for (y, w) in y.chunks_exact_mut(width).zip(w) {
                 for c in width / PAIR_LANES * PAIR_LANES..width {
@@ -95,6 +98,7 @@ pub fn add_products<E: Element, S: Isa>(rows: &[E], weights: &[E::Acc], k: usize
             }
         }
     }
+    // The last rows of y are fewer than four, so they are added one by one.
     for (j, y) in rest.chunks_exact_mut(width).enumerate() {
         for (row, w) in rows.chunks_exact(width).zip(weights_of(k / 4 * 4 + j)) {
             add_scaled::<E, S>(y, row, w[0]);
@@ -118,13 +122,13 @@ pub fn dot<E: Element, F: Element<Acc = E::Acc>, S: Isa>(a: &[E], b: &[F]) -> E:
     total
 }
 
-/// Computes ⟨a, row⟩ for each row of a matrix, four rows at a time.
+/// Writes ⟨a, row⟩ for each row of the matrix `rows` to `to`, four rows at a time.
 #[inline(always)]
 pub fn dots<E: Element, S: Isa>(a: &[E], rows: &[E::Acc], to: &mut [E::Acc]) {
     let d = a.len();
     let (fours, rest) = to.as_chunks_mut::<4>();
-    let (of_fours, of_rest) = rows.split_at(fours.len() * 4 * d);
-    for (rows, to) in of_fours.chunks_exact(4 * d).zip(fours) {
+    let (rows_of_fours, last_rows) = rows.split_at(fours.len() * 4 * d);
+    for (rows, to) in rows_of_fours.chunks_exact(4 * d).zip(fours) {
         let mut sums = [[Of::<E::Acc, S>::zero(); 2]; 4];
         for b in 0..d / PAIR_LANES {
             let [low, high] = Of::<E::Acc, S>::pair(block(a, b));
@@ -141,12 +145,12 @@ pub fn dots<E: Element, S: Isa>(a: &[E], rows: &[E::Acc], to: &mut [E::Acc]) {
             *to = total;
         }
     }
-    for (row, to) in of_rest.chunks_exact(d).zip(rest) {
+    for (row, to) in last_rows.chunks_exact(d).zip(rest) {
         *to = dot::<E, E::Acc, S>(a, row);
     }
 }
 
-/// Returns block `b` of a row.
+/// Returns block `b` of a row, which must be whole.
 #[inline(always)]
 fn block<E>(row: &[E], b: usize) -> &[E; PAIR_LANES] {
     row[b * PAIR_LANES..].first_chunk().expect("a row has all its blocks")

@@ -13,6 +13,7 @@ use tch::{Kind, Tensor};
 /// moments are f32 or bf16, all others f32.
 pub struct Buffers<T> {
     pub parameters: T,
+    /// The first moments m and the second moments v.
     pub first: T,
     pub second: T,
     /// The gradients, which the update zeroes.
@@ -32,9 +33,11 @@ pub struct Coefficients {
     pub beta1: f64,
     pub beta2: f64,
     pub eps: f64,
+    /// The source of the random bits for moments in bf16.
     pub rounding: Rounding,
 }
 
+/// The structs of adam.cu.
 pub const STRUCTS: &[&StructLayout] = &[&AdamArguments::LAYOUT];
 
 device_struct! {
@@ -109,7 +112,7 @@ pub fn composed(buffers: &Buffers<Tensor>, settings: &Coefficients) -> Result<()
         Ok(())
     };
     let widened = |moment: &Tensor| moment.f_to_kind(parameters.kind());
-    // The formula's g, m and v.
+    // These are the formula's g, m and v.
     let d = gradients.f_mul(grad_scale)?;
     let m = widened(first)?.f_mul_scalar(*beta1)?.f_add(&d.f_mul_scalar(1.0 - beta1)?)?;
     let v = widened(second)?.f_mul_scalar(*beta2)?.f_add(&d.f_square()?.f_mul_scalar(1.0 - beta2)?)?;
@@ -133,8 +136,8 @@ fn rounded(exact: &Tensor, rounding: &Rounding, moment: usize) -> Result<Tensor>
     let mut bits = philox::scratch(rows, 2 * ROW);
     philox::fill(&rounding.stream(), rounding.first / ROW, rows, 2 * ROW, &mut bits);
     // A row of bits has one half word per element for m, then one per element for v.
-    let of_rows = bits.chunks_exact(2 * ROW).flat_map(|row| &row[moment * ROW..][..ROW]);
-    let bits: Vec<i32> = of_rows.skip(start).take(count).map(|bits| i32::from(*bits)).collect();
+    let moment_bits = bits.chunks_exact(2 * ROW).flat_map(|row| &row[moment * ROW..][..ROW]);
+    let bits: Vec<i32> = moment_bits.skip(start).take(count).map(|bits| i32::from(*bits)).collect();
     let bits = Tensor::f_from_slice(&bits)?.f_to_device(exact.device())?.f_view_as(exact)?;
     // Adds the random bits to the half of each f32 that bf16 lacks, and then drops that half.
     let sum = exact.f_to_kind(Kind::Float)?.f_view_dtype(Kind::Int)?.f_add(&bits)?;

@@ -76,7 +76,7 @@ impl<E: Element> Case<E> {
     fn naive(&self) -> Outputs<f64> {
         let a = &self.attention;
         let (d, width) = (a.d_head, self.width());
-        // Column c of q, k or v (part 0, 1 or 2) in a row.
+        // Returns column c of q, k or v (part 0, 1 or 2) in a row.
         let x = |row: usize, part: usize, c: usize| self.qkv[(row * 3 + part) * width + c].load().to_f64();
         let mut out = vec![UNTOUCHED; self.rows * width];
         let mut lse = vec![UNTOUCHED; self.rows * a.heads];

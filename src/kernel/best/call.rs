@@ -21,7 +21,7 @@ const COLUMNS: usize = 512;
 const GRAIN: usize = 24;
 
 multiversion! {
-    /// Computes z ← c·tanh(z/c).
+    /// Applies the softcap c to logits: z ← c·tanh(z/c).
     fn cap[isa S][A: Accumulator](logits: &mut [A], c: A) {
         for z in logits {
             *z = tanh::<A, S>(*z / c).0 * c;
@@ -46,8 +46,8 @@ pub fn best_of_product<A: Accumulator>(
         )));
     };
     let (rows, k, cols) = (view.rows(), w.inner(), w.columns());
-    let mut found: Vec<Vec<Likely>> = vec![Vec::new(); rows];
-    let to = Shared::new(&mut found);
+    let mut best: Vec<Vec<Likely>> = vec![Vec::new(); rows];
+    let to = Shared::new(&mut best);
     // SAFETY: `h` outlives this function and is of type A.
     let h = unsafe { view.slice::<A>() };
     parallel::for_each(rows, GRAIN, |range| {
@@ -64,11 +64,11 @@ pub fn best_of_product<A: Accumulator>(
                 rank(&logits, start, columns.len(), COLUMNS, count, choice, &mut standings);
             }
             // SAFETY: these rows lie in this thread's range, and nobody else accesses them.
-            let found = unsafe { to.slice(block_rows) };
-            for (found, standing) in found.iter_mut().zip(standings) {
-                *found = standing.finish();
+            let best = unsafe { to.slice(block_rows) };
+            for (best, standing) in best.iter_mut().zip(standings) {
+                *best = standing.finish();
             }
         }
     });
-    Ok(found)
+    Ok(best)
 }

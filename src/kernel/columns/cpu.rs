@@ -115,7 +115,7 @@ fn over_ranks(batch: BatchStatistics, o: &ColumnOptions) -> Result<BatchStatisti
     let counts = [batch.count, batch.rows];
     let sent = memory::collected(counts.iter().chain(&batch.mean).chain(&batch.square).chain(of_all).copied());
     let gathered: Vec<f64> = host("statistics", &ranks.gather(&Tensor::f_from_slice(&sent)?)?)?;
-    // Each rank's counts, and an iterator over its three statistics.
+    // `batches` holds each rank's two counts, and an iterator over its three statistics.
     let batches: Vec<_> = gathered.chunks(sent.len()).map(|r| (r[0], r[1], r[2..].chunks(cols.max(1)))).collect();
     let (count, rows) = batches.iter().fold((0.0, 0.0), |(n, all), (count, rows, _)| (n + count, all + rows));
     let zeros = || memory::filled(0.0, cols);

@@ -176,7 +176,7 @@ device_struct! {
 
 /// Launches the kernel, which computes the losses that are not absent, and the gradient. Each block computes one row.
 fn launch(device: Device, c: &LossViews, losses: &Losses, gradient: LogitGradient) -> Result<()> {
-    // The number of threads of a block.
+    // A block has this number of threads.
     const LANES: u32 = 256;
     // `mode` is the number of K_GRADIENT. The gradient in place is written where the logits are.
     let (mode, dloss, dlogits, scale) = match gradient {

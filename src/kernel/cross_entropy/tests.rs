@@ -55,7 +55,7 @@ fn naive<E: Element>(c: &Case<E>, r: usize) -> (f64, f64, f64, Vec<f64>) {
 /// Compares all three functions with the definition, for logits of these magnitudes. `unit` is the storage type's
 /// rounding, and gradients may also be off by `tiny`.
 fn compare<E: Element>(unit: f64, tiny: f64, magnitudes: &[f64]) {
-    // The rounding of the computing type.
+    // `acc` is the rounding of the computing type.
     let acc = if size_of::<E::Acc>() == 8 { f64::EPSILON } else { f32::EPSILON as f64 };
     for level in Level::ALL {
         force(Some(level));

@@ -13,11 +13,12 @@ use tch::Tensor;
 pub struct Operands<'a> {
     pub outputs: &'a [Tensor],
     pub queries: &'a Tensor,
+    /// True for the normed form, whose weights are a_ci r_i.
     pub is_normed: bool,
 }
 
 impl Operands<'_> {
-    /// Returns the number of positions, of queries, and of numbers in an output.
+    /// Returns the number of positions, of queries, and of an output's numbers at a position.
     fn sizes(&self) -> Result<[i64; 3]> {
         let (queries, d) = self.queries.size2()?;
         Ok([self.outputs[0].numel() as i64 / d.max(1), queries, d])
@@ -39,9 +40,9 @@ impl Operands<'_> {
 /// Writes x to `x`, a tensor for each query, and the scores to `scores` (…, queries, outputs), of the queries' type.
 pub fn forward(given: &Operands, x: &[Tensor], scores: &Tensor) -> Result<()> {
     let [positions, queries, d] = given.sizes()?;
-    let each = queries * given.outputs.len() as i64;
+    let scores_each = queries * given.outputs.len() as i64; // the scores of a position
     let (v, x, u) = (given.like_outputs(given.outputs)?, given.like_outputs(x)?, given.like_queries(given.queries)?);
-    let z = View::of_rows(scores, given.queries.kind(), [positions, each])?;
+    let z = View::of_rows(scores, given.queries.kind(), [positions, scores_each])?;
     by_dtype!(v[0], E => {
         // SAFETY: `of_rows` has checked types, sizes and layout; the tensors outlive this function, and x and
         // the scores are the caller's own.
@@ -49,24 +50,24 @@ pub fn forward(given: &Operands, x: &[Tensor], scores: &Tensor) -> Result<()> {
             (readable::<E>(&v), u.slice::<<E as Element>::Acc>(), writable::<E>(&x),
              Shared::new(z.slice_mut::<<E as Element>::Acc>()))
         };
-        let (is_normed, d, each) = (given.is_normed, d as usize, each as usize);
+        let (is_normed, d, scores_each) = (given.is_normed, d as usize, scores_each as usize);
         parallel::for_each(positions as usize, parallel::grain(v.len() * d), |r| {
             let here = numbers(&r, d);
             // SAFETY: each range of positions writes its own rows.
-            let (mut x, z) = unsafe { (parts_mut(&x, &here), z.slice(numbers(&r, each))) };
+            let (mut x, z) = unsafe { (parts_mut(&x, &here), z.slice(numbers(&r, scores_each))) };
             forward_positions::<E>(&parts(&v, &here), u, is_normed, &mut x, z);
         });
         Ok(())
     })
 }
 
-/// Writes the gradients of the outputs to `dv`, and adds those of the queries to `du`, given `g`, that of each x.
+/// Writes the outputs' gradients to `dv`, and adds the queries' gradients to `du`. `g` has the gradient of each x.
 pub fn backward(given: &Operands, g: &[Tensor], du: &Tensor, dv: &[Tensor]) -> Result<()> {
     let [positions, _, d] = given.sizes()?;
     let (g, v, dv) = (given.like_outputs(g)?, given.like_outputs(given.outputs)?, given.like_outputs(dv)?);
     let (u, du) = (given.like_queries(given.queries)?, given.like_queries(du)?);
     by_dtype!(v[0], E => {
-        // SAFETY: as in `forward`.
+        // SAFETY: the conditions of `forward` hold; dv and du are the caller's own.
         let (g, v, u, dv, du) = unsafe {
             (readable::<E>(&g), readable::<E>(&v), u.slice::<<E as Element>::Acc>(), writable::<E>(&dv),
              du.slice_mut::<<E as Element>::Acc>())
@@ -85,7 +86,7 @@ pub fn backward(given: &Operands, g: &[Tensor], du: &Tensor, dv: &[Tensor]) -> R
 /// Returns the matrices' numbers.
 ///
 /// # Safety
-/// As for [`View::slice`].
+/// The conditions of [`View::slice`] hold for each matrix.
 unsafe fn readable<'a, E>(matrices: &[View]) -> Vec<&'a [E]> {
     matrices.iter().map(|t| t.slice()).collect()
 }
@@ -93,20 +94,20 @@ unsafe fn readable<'a, E>(matrices: &[View]) -> Vec<&'a [E]> {
 /// Returns the matrices' numbers for threads that write them.
 ///
 /// # Safety
-/// As for [`View::slice_mut`].
+/// The conditions of [`View::slice_mut`] hold for each matrix.
 unsafe fn writable<E>(matrices: &[View]) -> Vec<Shared<E>> {
     matrices.iter().map(|t| Shared::new(t.slice_mut())).collect()
 }
 
-/// Returns a part of each matrix.
+/// Returns the range `part` of each matrix.
 fn parts<'a, E>(matrices: &[&'a [E]], part: &Range<usize>) -> Vec<&'a [E]> {
     matrices.iter().map(|t| &t[part.clone()]).collect()
 }
 
-/// Returns a part of each matrix to write.
+/// Returns the range `part` of each matrix for writing.
 ///
 /// # Safety
-/// As for [`Shared::slice`].
+/// The conditions of [`Shared::slice`] hold for each matrix.
 #[allow(clippy::mut_from_ref)]
 unsafe fn parts_mut<'a, E>(matrices: &'a [Shared<E>], part: &Range<usize>) -> Vec<&'a mut [E]> {
     matrices.iter().map(|t| t.slice(part.clone())).collect()

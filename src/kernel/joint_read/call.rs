@@ -17,8 +17,9 @@ pub struct ReadShape {
     pub rows: i64,
 }
 
-/// Reads the streams `h`, and writes x, m, σ(s m₀ + b), r and c/⟨dm, m⟩ to `to`. `parameters` are W and b. All tensors but
-/// the streams and x are of the type in which sums over the streams accumulate.
+/// Reads the streams `h`, and writes x, m, σ(s m₀ + b), r and c/⟨dm, m⟩ to `to`. `parameters` are W and b; `scale` is
+/// s, and `eps` the ε of p. All tensors but the streams and x are of the type in which sums over the streams
+/// accumulate.
 pub fn forward(
     shape: ReadShape,
     h: &Tensor,
@@ -47,9 +48,9 @@ pub fn forward(
             let to = to.map(|t| Shared::<<E as Element>::Acc>::new(t.slice_mut()));
             (h.slice::<E>(), w.slice(), b.slice(), Shared::new(x.slice_mut::<E>()), to)
         };
-        let number = <<E as Element>::Acc as Accumulator>::from_f64;
+        let computing = <<E as Element>::Acc as Accumulator>::from_f64;
         let (n, d, k) = (n as usize, d as usize, rows as usize);
-        parallel::over_rows(h.rows(), n * d, |rows, of_h| {
+        parallel::over_rows(h.rows(), n * d, |rows, h_range| {
             // SAFETY: each range of positions writes its own numbers.
             let to = unsafe {
                 let [mixes, sigmoids, scales, slopes] = &to;
@@ -61,20 +62,23 @@ pub fn forward(
                     slopes: slopes.slice(rows),
                 }
             };
-            forward_positions::<E>(&h_all[of_h], w, number(scale), b, number(eps), by, to);
+            forward_positions::<E>(&h_all[h_range], w, computing(scale), b, computing(eps), by, to);
         });
         Ok(())
     })
 }
 
-/// The tensors from which the gradients of a read are computed: dx, the streams, dh′ and the gradient of m if there are
-/// ones, W, and what the forward pass has written: m, σ(s m₀ + b), r and c/⟨dm, m⟩.
+/// The tensors from which the gradients of a read are computed, as in [`JointGiven`].
 pub struct JointSaved<'a> {
     pub dx: &'a Tensor,
     pub h: &'a Tensor,
+    /// The gradient dh′; `None` without a write.
     pub written: Option<&'a Tensor>,
+    /// The gradient of m where it is used beside p; `None` if it is not.
     pub dm: Option<&'a Tensor>,
+    /// The matrix W.
     pub weight: &'a Tensor,
+    /// The results of the forward pass: m, σ(s m₀ + b), r and c/⟨dm, m⟩.
     pub forward: [&'a Tensor; 4],
 }
 
@@ -100,7 +104,7 @@ pub fn backward(
     let dw = View::of_rows(dw, computed, [rows, n * d])?;
     let (dscale, dbias) = (View::of_rows(dscale, computed, [1, 1])?, View::of_rows(dbias, computed, [1, n])?);
     by_dtype!(h, E => {
-        // SAFETY: as in `forward`.
+        // SAFETY: the conditions of `forward` hold; dh and the sums are the caller's own.
         let (all, w, dh, dw, dscale, dbias) = unsafe {
             let all = JointGiven::<E> {
                 dx: dx.slice(),
@@ -114,15 +118,15 @@ pub fn backward(
             };
             (all, w.slice(), Shared::new(dh.slice_mut::<E>()), dw.slice_mut(), dscale.slice_mut(), dbias.slice_mut())
         };
-        let number = <<E as Element>::Acc as Accumulator>::from_f64;
+        let computing = <<E as Element>::Acc as Accumulator>::from_f64;
         let (n, d, k) = (n as usize, d as usize, rows as usize);
-        parallel::sum_over_rows(h.rows(), n * d, [dw, dscale, dbias], |rows, of_h, [weight, scale_sum, bias]| {
+        parallel::sum_over_rows(h.rows(), n * d, [dw, dscale, dbias], |rows, h_range, [weight, scale_sum, bias]| {
             // SAFETY: each range of positions writes its own numbers.
-            let dh = unsafe { dh.slice(of_h.clone()) };
+            let dh = unsafe { dh.slice(h_range.clone()) };
             let given = JointGiven {
                 dx: &all.dx[numbers(&rows, d)],
-                h: &all.h[of_h.clone()],
-                written: all.written.map(|t| &t[of_h.clone()]),
+                h: &all.h[h_range.clone()],
+                written: all.written.map(|t| &t[h_range.clone()]),
                 dm: all.dm.map(|t| &t[numbers(&rows, k)]),
                 mixes: &all.mixes[numbers(&rows, k)],
                 sigmoids: &all.sigmoids[numbers(&rows, n)],
@@ -130,7 +134,7 @@ pub fn backward(
                 slopes: &all.slopes[rows],
             };
             let sums = JointSums { weight, scale: scale_sum, bias };
-            backward_positions::<E>(given, w, number(scale), number(eps), dh, sums);
+            backward_positions::<E>(given, w, computing(scale), computing(eps), dh, sums);
         });
         Ok(())
     })

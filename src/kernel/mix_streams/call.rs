@@ -40,8 +40,10 @@ pub fn backward(dy: &View, given: &Inputs, to: [&View; 3]) -> Result<()> {
     by_dtype!(given.streams, E => backward_typed::<E>(dy, given, to))
 }
 
+/// Runs [`backward`] for the storage type E; the outputs are the gradients of the streams, the added row and the
+/// weights.
 fn backward_typed<E: Element>(dy: &View, given: &Inputs, [ds, da, dw]: [&View; 3]) -> Result<()> {
-    // SAFETY: as in `forward`; the gradients are new, and the weights' is in the computing type.
+    // SAFETY: the conditions of `forward` hold; the gradients are new, and the weights' is in the computing type.
     let (dy, h, added, w, dw_all) = unsafe {
         let added = given.added.map(|row| row.slice::<E>());
         (dy.slice::<E>(), given.streams.slice::<E>(), added, given.weights.slice::<E::Acc>(), dw.slice_mut::<E::Acc>())
@@ -56,8 +58,8 @@ fn backward_typed<E: Element>(dy: &View, given: &Inputs, [ds, da, dw]: [&View; 3
     over_positions(given, |shape, [of_h, of_added, of_w, of_y]| {
         // SAFETY: the ranges are disjoint and inside the gradients; nothing is written to an absent one.
         let (ds, dw, da) = unsafe {
-            let of_da = if added.is_some() { of_added.clone() } else { 0..0 };
-            (ds.slice(of_h.clone()), dw.slice(of_w.clone()), da.slice(of_da))
+            let da_range = if added.is_some() { of_added.clone() } else { 0..0 };
+            (ds.slice(of_h.clone()), dw.slice(of_w.clone()), da.slice(da_range))
         };
         backward_positions::<E>(shape, &dy[of_y], &h[of_h], added.map(|row| &row[of_added]), &w[of_w], ds, da, dw);
     });
@@ -74,8 +76,8 @@ fn over_positions(given: &Inputs, work: impl Fn([usize; 3], [Range<usize>; 4]) +
     }
     let m = given.weights.rows() / positions;
     parallel::for_each(positions, parallel::grain((n + m) * d), |range| {
-        let of = |each: usize| parallel::numbers(&range, each);
-        work([m, n, d], [of(n * d), of(d), of(m * k), of(m * d)]);
+        let numbers = |per_position: usize| parallel::numbers(&range, per_position);
+        work([m, n, d], [numbers(n * d), numbers(d), numbers(m * k), numbers(m * d)]);
     });
 }
 

@@ -37,6 +37,7 @@ pub fn composed(x: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
     }
 }
 
+/// Runs [`forward`] on the CPU for the storage type E of x.
 fn forward_typed<E: Element>(x: &View, draw: &Draw, y: &View) -> Result<()> {
     let (rows, cols) = (x.rows(), x.cols());
     // SAFETY: C++ gave a contiguous tensor of E and a fresh y of the same shape.
@@ -50,6 +51,7 @@ fn forward_typed<E: Element>(x: &View, draw: &Draw, y: &View) -> Result<()> {
     Ok(())
 }
 
+/// Runs [`backward`] on the CPU for the storage type E of y.
 fn backward_typed<E: Element>(dy: &View, y: &View, draw: &Draw, dx: &View) -> Result<()> {
     let (rows, cols) = (y.rows(), y.cols());
     // SAFETY: see `forward_typed`.
@@ -63,6 +65,7 @@ fn backward_typed<E: Element>(dy: &View, y: &View, draw: &Draw, dx: &View) -> Re
     Ok(())
 }
 
+/// The structs of relu_dropout.cu.
 pub const STRUCTS: &[&StructLayout] = &[&dropout::OnDevice::LAYOUT, &Relu::LAYOUT];
 
 device_struct! {

@@ -15,7 +15,7 @@ use crate::kernel::rows::{gpu, RowNormKernel};
 macro_rules! by_types {
     ($x:expr, $f:expr, $y:expr, $work:ident($($arg:expr),*)) => {{
         use half::{bf16, f16};
-        // Without a norm, y is absent or empty, so its type does not matter.
+        // The codes are f32, f64, bf16 and f16. Without a norm, y is absent or empty, so its type does not matter.
         match ($x.dtype, $f.dtype, if $y.is_absent() { $f.dtype } else { $y.dtype }) {
             (0, 0, 0) => $work::<f32, f32, f32>($($arg),*),
             (1, 1, 1) => $work::<f64, f64, f64>($($arg),*),
@@ -49,6 +49,8 @@ pub fn backward(device: Option<Device>, kernel: &'static RowNormKernel, v: &RowV
     }
 }
 
+/// Returns the parameters that all rows, of `cols` columns, share.
+///
 /// # Safety
 /// The views' dtypes have the accumulation type A.
 unsafe fn step<A: Accumulator>(v: &RowViews, cols: usize) -> StepParameters<'_, A> {
@@ -64,6 +66,7 @@ unsafe fn step<A: Accumulator>(v: &RowViews, cols: usize) -> StepParameters<'_, 
     }
 }
 
+/// Runs [`forward`] on the CPU for the storage types of x, f and y.
 fn forward_typed<X, F, Y>(kernel: &RowNormKernel, v: &RowViews) -> Result<()>
 where
     X: Element,
@@ -93,6 +96,7 @@ where
     Ok(())
 }
 
+/// Runs [`backward`] on the CPU for the storage types of x, f and y.
 fn backward_typed<X, F, Y>(kernel: &RowNormKernel, v: &RowViews, g: &RowGradients) -> Result<()>
 where
     X: Element,

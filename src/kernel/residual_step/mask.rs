@@ -12,15 +12,19 @@ pub type Bits<'a> = Option<(u16, [&'a [u16]; GROUP])>;
 /// columns at once, and narrow rows have fewer blocks.
 pub struct Mask {
     dropout: Option<Dropout>,
+    /// The place of the first row in dropout's random stream.
     first_row: usize,
+    /// The division of the rows into groups.
     group: Group,
     cols: usize,
     /// The number of groups drawn together.
     batch: usize,
+    /// The random bits of the last batch; empty without dropout.
     bits: Vec<u16>,
 }
 
 impl Mask {
+    /// Prepares the mask of the rows that `group` divides; the first one is row `first_row` of the whole matrix.
     pub fn new(dropout: Option<Dropout>, first_row: usize, group: Group) -> Self {
         let cols = group.cols();
         // Draw about 2,048 half words (4 KiB) at a time, but at least one group.
@@ -40,13 +44,14 @@ impl Mask {
             let rows = size * self.batch.min(self.group.count() - g);
             fill(&dropout.stream, self.first_row + size * g, rows, self.cols, &mut self.bits);
         }
-        let (row, cols) = (philox::padded(self.cols), self.cols);
-        let bits = &self.bits[index * size * row..];
-        Some((dropout.threshold, rows!(r => if r < size { &bits[r * row..r * row + cols] } else { &[] })))
+        let (per_row, cols) = (philox::padded(self.cols), self.cols);
+        let bits = &self.bits[index * size * per_row..];
+        Some((dropout.threshold, rows!(r => if r < size { &bits[r * per_row..r * per_row + cols] } else { &[] })))
     }
 }
 
 multiversion! {
+    /// Runs [`philox::fill`], compiled for each instruction set.
     fn fill(stream: &philox::Stream, first_row: usize, rows: usize, cols: usize, out: &mut [u16]) {
         philox::fill(stream, first_row, rows, cols, out);
     }

@@ -30,7 +30,8 @@ pub struct Scales<A> {
 }
 
 impl<A: Accumulator> Scales<A> {
-    /// Computes dx = α⊙G and df = β⊙drop(G) for G = dx⁺ + N′(dy), and adds the group's part to dα and dβ.
+    /// Computes dx = α⊙G and df = β⊙drop(G) for G = dx⁺ + N′(dy), and adds the group's part to dα and dβ. `weight` is
+    /// the norm's weight per column, or empty for ones; empty `dx` or `df` are not wanted.
     #[inline(always)]
     pub fn apply<S: Isa, X: Element<Acc = A>, F: Element<Acc = A>, Y: Element<Acc = A>, D: Element<Acc = A>>(
         &mut self,
@@ -139,7 +140,7 @@ impl<A: Accumulator> Scales<A> {
     }
 }
 
-/// Allocates one sum per column; it is empty if the gradient is not wanted.
+/// Allocates a zero for each column's sum; the result is empty if the gradient is empty, that is, not wanted.
 pub fn sum_of<A: Accumulator>(gradient: &[A], cols: usize) -> Aligned<A> {
     Aligned::new(if gradient.is_empty() { 0 } else { cols.next_multiple_of(PAIR_LANES) })
 }

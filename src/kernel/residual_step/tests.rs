@@ -12,19 +12,24 @@ use crate::norm::rms_norm::RmsNorm;
 use crate::norm::scale_norm::ScaleNorm;
 use half::{bf16, f16};
 
+/// The scale and the shift of a step without a curve.
 const NONE: [f32; NUMBERS] = [1.0, -0.0];
 const ROWS: usize = 9;
+/// The place of the first row in dropout's random stream.
 const FIRST: usize = 70;
 const WIDTHS: [usize; 7] = [1, 7, 16, 31, 123, 512, 1000];
 
+/// A step's settings; α and β are as in [`StepParameters`].
 struct Case {
     cols: usize,
     alpha: Vec<f64>,
     beta: Vec<f64>,
     dropout: Option<Dropout>,
+    /// True for each of dx⁺ and dy that the backward pass gets.
     sides: (bool, bool),
 }
 
+/// Returns cases of every width, with each form of the scales and changing rates of dropout.
 fn cases() -> Vec<Case> {
     let stream = Stream { seed: 0x1234_5678_9abc_def0, update: 3, micro_batch: 1, site: 9 };
     let scales = |cols, seed| [vec![], vec![0.75], numbers::<f64>(cols, seed, 0.25, 4.0)];
@@ -52,6 +57,7 @@ fn factors(case: &Case) -> Vec<f64> {
     factors
 }
 
+/// Returns the scale of column c: `scale` has one per column, one for all, or none, which means 1.
 fn at(scale: &[f64], c: usize) -> f64 {
     if scale.len() == 1 {
         scale[0]
@@ -65,6 +71,7 @@ fn check<N: RowNorm, X: Tested, F: Tested<Acc = X::Acc> + Element, Y: Tested<Acc
     let (cols, n) = (case.cols, ROWS * case.cols);
     let normed = N::STATS > 0;
     let f64s = |seed| numbers::<f64>(cols, seed, 0.5, 2.0).iter().map(|v| *v as f32 as f64).collect::<Vec<_>>();
+    // Numbers that f32 holds exactly are the same in the step and in the expected values.
     let round = |v: &[f64]| v.iter().map(|v| *v as f32 as f64).collect::<Vec<f64>>();
     let (alpha, beta, weight, bias, eps) = (round(&case.alpha), round(&case.beta), f64s(3), f64s(4), 1e-5f32 as f64);
     let (a, b, w, c) = (acc(&alpha), acc(&beta), acc(&weight), acc(&bias));
@@ -137,6 +144,7 @@ fn check<N: RowNorm, X: Tested, F: Tested<Acc = X::Acc> + Element, Y: Tested<Acc
             &mut want_dc,
         );
     }
+    // `scale` is the largest of the rows' scales, which multiply the rounding errors of G.
     let scale =
         want_stats.iter().skip(N::STATS.saturating_sub(1)).step_by(N::STATS.max(1)).fold(1.0, |m: f64, v| m.max(*v));
     let (mut want_da, mut want_db) = (vec![0.0; a.len()], vec![0.0; b.len()]);
@@ -145,6 +153,7 @@ fn check<N: RowNorm, X: Tested, F: Tested<Acc = X::Acc> + Element, Y: Tested<Acc
         let (c, error) = (i % cols, unit * 64.0 * scale);
         near(dx[i], at(&alpha, c) * *total, error, format_args!("dx {i} of {cols}"));
         near(df[i], at(&beta, c) * drop[i] * *total, error * drop[i], format_args!("df {i} of {cols}"));
+        // A gradient of one number receives all columns.
         let (last_a, last_b) = (want_da.len().wrapping_sub(1), want_db.len().wrapping_sub(1));
         if let Some(da) = want_da.get_mut(c.min(last_a)) {
             *da += *total * x[i].value();
@@ -252,6 +261,7 @@ fn a_dropped_element_is_zero_whatever_it_was() {
         &mut y,
         &mut [],
     );
+    // A dropped element adds 0 to x = 1; a kept one adds NaN.
     let dropped = x_plus.iter().filter(|v| **v == 1.0).count();
     assert!((200..312).contains(&dropped) && x_plus.iter().filter(|v| v.is_nan()).count() == 512 - dropped);
 }
@@ -336,12 +346,12 @@ fn check_curve<X: Tested, F: Tested<Acc = X::Acc> + Element>(case: &Case) {
     let dx_plus = if case.sides.0 { dx_plus } else { Vec::new() };
     let dy = if case.sides.1 { dy } else { Vec::new() };
     let (dx, df, sums) = run(&norm, &dx_plus, &dy);
-    let (mut of_norm, mut want) = (vec![X::default(); n], sums.each_ref().map(|sum| vec![X::Acc::ZERO; sum.len()]));
+    let (mut norm_dx, mut want) = (vec![X::default(); n], sums.each_ref().map(|sum| vec![X::Acc::ZERO; sum.len()]));
     if !dy.is_empty() {
         let [dweight, dbias, _, _, dnumbers] = &mut want;
-        curve::backward::<X>(bend, cols, &dy, &plain, learned, &weight, &mut of_norm, dweight, dbias, dnumbers);
+        curve::backward::<X>(bend, cols, &dy, &plain, learned, &weight, &mut norm_dx, dweight, dbias, dnumbers);
     }
-    let total: Vec<X> = (0..n).map(|i| X::of(of_norm[i].value() + dx_plus.get(i).map_or(0.0, |v| v.value()))).collect();
+    let total: Vec<X> = (0..n).map(|i| X::of(norm_dx[i].value() + dx_plus.get(i).map_or(0.0, |v| v.value()))).collect();
     let (want_dx, want_df, [_, _, dalpha, dbeta, _]) = run(&none, &total, &[]);
     (want[2], want[3]) = (dalpha, dbeta);
     let unit = 4.0 * (X::UNIT + X::UNIT_ACC);

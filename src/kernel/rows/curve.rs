@@ -223,7 +223,7 @@ impl<'a, A: Accumulator> BendBack<'a, A> {
         let mut affines = Blocks::of(split_ref(&self.bend.affines, cols));
         let mut slopes = Blocks::of(split_ref(&self.slopes, cols));
         let (mut sum_u, mut sum_ux) = ([[Of::<A, S>::zero(); 2]; GROUP], [[Of::<A, S>::zero(); 2]; GROUP]);
-        // The number of blocks in the parts before this one, and the distance at which rows are prefetched.
+        // `done` counts the blocks of earlier parts; rows are prefetched `ahead` numbers before they are needed.
         let (mut done, ahead) = (0, GROUP * cols);
         for part in 0..PARTS {
             let n = x.len(part);
@@ -347,7 +347,7 @@ pub(crate) mod tests {
         let unit = 8.0 * E::UNIT_ACC;
         let [weight, bias] = [w, b].map(|v| v.iter().map(|v| v.to_f64()).collect::<Vec<_>>());
         let [mut want_dw, mut want_db, mut want_dn] = [w.len(), b.len(), NUMBERS].map(|len| vec![1.0; len]);
-        // The bound on the rounding error of the sums over rows, which grows with each term.
+        // `sum_error` bounds the rounding error of the sums over rows; it grows with each term.
         let mut sum_error = unit;
         for i in 0..x.len() {
             let (x, dy, w) = (x[i].value(), dy[i].value(), at(&weight, i % cols, 1.0));

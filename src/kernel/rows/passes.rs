@@ -99,7 +99,7 @@ fn squares<S: Isa, E: Element>(x: [&[E]; GROUP]) -> [E::Acc; GROUP] {
 /// + cols/128) bits are lost.
 #[inline(always)]
 fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>; GROUP] {
-    // The number of columns whose mean is the guess.
+    // The guess is the mean of this many columns.
     const FIRST: usize = 128;
     let cols_usize = x[0].len();
     let mut x = Blocks::of(x);
@@ -263,7 +263,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         let mut dy = Blocks::of(dy);
         let mut x = Blocks::of(x);
         let (mut sum_g, mut sum_gx) = ([[Of::<A, S>::zero(); 2]; GROUP], [[Of::<A, S>::zero(); 2]; GROUP]);
-        // The number of blocks in the parts before this one, and the distance at which rows are prefetched.
+        // `done` counts the blocks of earlier parts; rows are prefetched `ahead` numbers before they are needed.
         let (mut done, ahead) = (0, GROUP * self.cols);
         for part in 0..PARTS {
             let n = x.len(part);
@@ -360,7 +360,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         for part in 0..PARTS {
             let n = x.len(part);
             let (dy, x, dx) = (dy.part::<S>(part, n), x.part::<S>(part, n), dx.part::<S>(part, n));
-            // The weight's blocks in this part; the others stay in `weight`.
+            // `here` takes the weight's blocks of this part; the others stay in `weight`.
             let here;
             (here, weight) = weight.split_at(if W { n } else { 0 });
             for b in 0..n {

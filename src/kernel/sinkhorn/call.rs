@@ -9,7 +9,7 @@ use crate::kernel::math::LANES;
 use crate::kernel::view::{accumulation, by_dtype, View};
 use tch::{Kind, Tensor};
 
-/// Computes m from logits (…, n, n).
+/// Computes m, of the logits' shape, from logits (…, n, n).
 pub fn forward(logits: &View, iterations: usize, eps: f64, m: &View) -> Result<()> {
     by_dtype!(logits, E => over_matrices::<E>(None, logits, m, iterations, eps))
 }
@@ -26,7 +26,7 @@ fn over_matrices<E: Element>(dm: Option<&View>, logits: &View, to: &View, iterat
     // SAFETY: C++ gave contiguous tensors of E and of one shape, and holds them; `to` is new.
     let (dm, logits, to) =
         unsafe { (dm.map(|dm| dm.slice::<E>()), logits.slice::<E>(), Shared::new(to.slice_mut::<E>())) };
-    let cost = n * n * 2 * iterations; // per matrix: the numbers in all divisions
+    let cost = n * n * 2 * iterations; // the numbers of one matrix in all divisions
     if count == 0 {
         return Ok(());
     }
@@ -51,7 +51,7 @@ fn over_matrices<E: Element>(dm: Option<&View>, logits: &View, to: &View, iterat
 /// Computes m in tch, in the type in which the logits are computed.
 pub fn composed(logits: &Tensor, iterations: i64, eps: f64) -> Result<Tensor> {
     let computing = accumulation(logits.kind());
-    // Divides by the sums over dimension `by`, plus ε.
+    // Divides by the sums over dimension `by`, plus ε: −1 divides rows, −2 columns.
     let divided = |m: &Tensor, by: i64| -> Result<Tensor> {
         Ok(m.f_div(&m.f_sum_dim_intlist([by].as_slice(), true, None::<Kind>)?.f_add_scalar(eps)?)?)
     };
