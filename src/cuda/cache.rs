@@ -47,10 +47,10 @@ pub fn folder() -> Option<PathBuf> {
 
 /// Returns the result of a check of a folder or file, or `None` if the check failed. If the file exists but is not
 /// trusted, writes a warning with the reason to standard error, once for each reason.
-pub fn trusted<T>(found: Result<T>) -> Option<T> {
+pub fn trusted<T>(checked: Result<T>) -> Option<T> {
     static WARNED: Mutex<Option<HashSet<String>>> = Mutex::new(None);
-    match found {
-        Ok(found) => Some(found),
+    match checked {
+        Ok(result) => Some(result),
         // If nothing exists there, or it cannot be read, no warning is needed.
         Err(Error::Io { .. }) => None,
         Err(why) => {
@@ -72,9 +72,9 @@ pub fn trusted<T>(found: Result<T>) -> Option<T> {
 /// Returns NORMFORMER_RS_CACHE or, if that is not set, normformer_rs in the user's cache folder; `None` without a
 /// home folder.
 fn configured_folder() -> Option<PathBuf> {
-    let set = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
-    let user = || set("XDG_CACHE_HOME").or_else(|| set("HOME").map(|home| home.join(".cache")));
-    set("NORMFORMER_RS_CACHE").or_else(|| user().map(|folder| folder.join("normformer_rs")))
+    let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let user_cache = || variable("XDG_CACHE_HOME").or_else(|| variable("HOME").map(|home| home.join(".cache")));
+    variable("NORMFORMER_RS_CACHE").or_else(|| user_cache().map(|folder| folder.join("normformer_rs")))
 }
 
 /// Creates the folder, with access only for its user. Errors like [`atomic::check_own_directory`].
@@ -91,7 +91,8 @@ fn fingerprint(bytes: &[u8]) -> u128 {
     })
 }
 
-/// Returns the beginning of a cache file: lengths and checksum, then the key. The binary follows.
+/// Returns the beginning of a cache file: the lengths of key and binary, the binary's checksum, and the key. The binary
+/// follows.
 fn header(key: &str, binary: &[u8]) -> Vec<u8> {
     let numbers = [key.len() as u128, binary.len() as u128, fingerprint(binary)];
     numbers.into_iter().flat_map(u128::to_le_bytes).chain(key.bytes()).collect()
@@ -99,7 +100,7 @@ fn header(key: &str, binary: &[u8]) -> Vec<u8> {
 
 /// Returns a cached binary, or `None` if the file is not trusted or does not match its header.
 fn read(path: &Path, key: &str) -> Option<Vec<u8>> {
-    // There is no file if it is not trusted, or does not exist.
+    // The first `?` ends a read that is not trusted, the second one a read of a file that does not exist.
     let file = trusted(atomic::read_own(path, BYTES))??;
     // A header's length does not depend on the binary.
     let start = header(key, &[]).len();
@@ -112,13 +113,13 @@ fn read(path: &Path, key: &str) -> Option<Vec<u8>> {
 fn write(path: &Path, key: &str, binary: &[u8]) -> Result<()> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let unique = format!("{}-{}.tmp", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-    let aside = path.with_extension(unique);
-    let written = atomic::open_own(&aside, File::options().write(true).create_new(true)).and_then(|mut file| {
+    let temporary = path.with_extension(unique);
+    let written = atomic::open_own(&temporary, File::options().write(true).create_new(true)).and_then(|mut file| {
         let whole = [header(key, binary), binary.to_vec()].concat();
-        atomic::act("write", path, || file.write_all(&whole).and_then(|()| std::fs::rename(&aside, path)))
+        atomic::act("write", path, || file.write_all(&whole).and_then(|()| std::fs::rename(&temporary, path)))
     });
     if written.is_err() {
-        let _ = std::fs::remove_file(&aside);
+        let _ = std::fs::remove_file(&temporary);
     }
     written
 }

@@ -85,27 +85,27 @@ impl Driver {
 
     /// Returns a device's properties, which are queried once.
     pub fn device(&self, device: Device) -> Result<Properties> {
-        if let Some(found) = self.devices.read().unwrap_or_else(PoisonError::into_inner).get(&device) {
-            return Ok(*found);
+        if let Some(properties) = self.devices.read().unwrap_or_else(PoisonError::into_inner).get(&device) {
+            return Ok(*properties);
         }
         let (mut handle, mut context) = (0, std::ptr::null_mut());
         let (mut major, mut minor, mut multiprocessors) = (0, 0, 0);
         // SAFETY: the driver writes only to variables of this function.
         unsafe {
             self.check((self.api.cuDeviceGet)(&mut handle, device), "cuDeviceGet")?;
-            for (to, attribute) in [
+            for (value, attribute) in [
                 (&mut major, COMPUTE_CAPABILITY_MAJOR),
                 (&mut minor, COMPUTE_CAPABILITY_MINOR),
                 (&mut multiprocessors, MULTIPROCESSOR_COUNT),
             ] {
-                self.check((self.api.cuDeviceGetAttribute)(to, attribute, handle), "cuDeviceGetAttribute")?;
+                self.check((self.api.cuDeviceGetAttribute)(value, attribute, handle), "cuDeviceGetAttribute")?;
             }
             self.check((self.api.cuDevicePrimaryCtxRetain)(&mut context, handle), "cuDevicePrimaryCtxRetain")?;
         }
-        let found =
+        let properties =
             Properties { architecture: 10 * major + minor, multiprocessors: multiprocessors.max(1) as u32, context };
-        self.devices.write().unwrap_or_else(PoisonError::into_inner).insert(device, found);
-        Ok(found)
+        self.devices.write().unwrap_or_else(PoisonError::into_inner).insert(device, properties);
+        Ok(properties)
     }
 
     /// Returns the device's name and the driver's version, such as "NVIDIA H100, driver 13.0".
@@ -137,8 +137,8 @@ impl Driver {
             let mut loaded =
                 self.check((self.api.cuModuleLoadData)(&mut module, binary.as_ptr().cast()), "cuModuleLoadData");
             if loaded.is_ok() {
-                let found = (self.api.cuModuleGetFunction)(&mut function, module, kernel.as_ptr());
-                loaded = self.check(found, "cuModuleGetFunction");
+                let status = (self.api.cuModuleGetFunction)(&mut function, module, kernel.as_ptr());
+                loaded = self.check(status, "cuModuleGetFunction");
             }
             // The first exchange stored the thread's own mode in `mode`; this one restores it.
             (self.api.cuThreadExchangeStreamCaptureMode)(&mut mode);
@@ -151,13 +151,13 @@ impl Driver {
     pub fn blocks_at_once(&self, device: Device, function: Function, threads: u32) -> Result<u32> {
         let multiprocessors = self.device(device)?.multiprocessors;
         let _current = self.enter(device)?;
-        let mut each = 0;
+        let (mut blocks, threads, dynamic_memory) = (0, threads as c_int, 0);
         // SAFETY: the kernel is loaded, and the driver writes only to a variable of this function.
         let status = unsafe {
-            (self.api.cuOccupancyMaxActiveBlocksPerMultiprocessor)(&mut each, function.0, threads as c_int, 0)
+            (self.api.cuOccupancyMaxActiveBlocksPerMultiprocessor)(&mut blocks, function.0, threads, dynamic_memory)
         };
         self.check(status, "cuOccupancyMaxActiveBlocksPerMultiprocessor")?;
-        Ok(each.max(1) as u32 * multiprocessors)
+        Ok(blocks.max(1) as u32 * multiprocessors) // `blocks` is per multiprocessor
     }
 
     /// True if work launched on this stream is captured for a CUDA graph instead of running on the device.
@@ -169,6 +169,8 @@ impl Driver {
         Ok(state != 0)
     }
 
+    /// Launches a loaded kernel on a stream.
+    ///
     /// # Safety
     /// The same conditions hold as for [`launch`](super::launch): `arguments` points to the one struct that the kernel
     /// takes.
@@ -200,7 +202,7 @@ impl Driver {
         Ok(Current(self))
     }
 
-    /// Turns a status of the driver into an error, if it is one; `act` names the function that returned it.
+    /// Turns a status of the driver into an error unless it is 0; `act` names the function that returned the status.
     fn check(&self, code: c_int, act: &str) -> Result<()> {
         if code == 0 {
             return Ok(());

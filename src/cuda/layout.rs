@@ -22,7 +22,7 @@ impl Layout {
     /// Returns the layout for rows of `cols` numbers, whose narrowest type has `bytes` bytes. `aligned` is true if
     /// all tensors start at a multiple of 16 bytes; whole rows of 16-byte chunks then do so too.
     pub fn of(cols: u32, bytes: u32, aligned: bool) -> Self {
-        let widest = 16 / bytes;
+        let widest = 16 / bytes; // the numbers in a read of 16 bytes, the widest
         let vec = if aligned && cols.is_multiple_of(widest) { widest } else { 1 };
         let chunks = cols.div_ceil(vec);
         // The fewest threads that can hold a row. If even 256 cannot, chunks are read again at each use.
@@ -36,12 +36,13 @@ impl Layout {
         }
     }
 
-    /// Returns the grid for `rows` rows, in which each block loops over its share of the rows.
+    /// Returns the grid for `rows` rows, with at most `most_blocks` blocks. Each block loops over its share of rows.
     pub fn grid(&self, rows: u64, most_blocks: u32) -> Grid {
         let blocks = rows.div_ceil(self.rows.into()).min(most_blocks.into());
         Grid { blocks: blocks as u32, threads: self.threads() }
     }
 
+    /// Returns the number of threads in a block.
     pub fn threads(&self) -> u32 {
         self.lanes * self.rows
     }

@@ -72,6 +72,7 @@ pub fn versions(folder: &Path, prefix: &str) -> Vec<PathBuf> {
     found
 }
 
+/// True if the file name begins with `prefix` and is not that of a second build.
 fn is_library(path: &Path, prefix: &str) -> bool {
     // NVIDIA ships a second build of the compiler under `.alt.`.
     path.file_name().and_then(|f| f.to_str()).is_some_and(|f| f.starts_with(prefix) && !f.contains(".alt."))

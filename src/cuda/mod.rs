@@ -80,7 +80,7 @@ device_struct! {
 pub const OUTPUTS: usize = 6;
 
 device_struct! {
-    /// The struct `Sums` of sums.cu.
+    /// The struct `Sums` of sums.cu: each block's sums of all columns, and the outputs to which their totals go.
     pub struct SumPartials = "Sums" {
         pub partial: *const u8,
         pub blocks: i32,
@@ -110,6 +110,7 @@ enum CudaMode {
     Off,
 }
 
+/// Reads NORMFORMER_RS_CUDA; an unset or empty variable means `Auto`.
 fn cuda_mode() -> Result<CudaMode> {
     match std::env::var("NORMFORMER_RS_CUDA").as_deref() {
         Err(_) | Ok("" | "auto") => Ok(CudaMode::Auto),
@@ -135,11 +136,11 @@ pub fn readiness(device: Device) -> Result<Readiness> {
     static KNOWN: Mutex<Option<HashMap<Device, Readiness>>> = Mutex::new(None);
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     let known = known.get_or_insert_default();
-    if let Some(found) = known.get(&device) {
-        return Ok(found.clone());
+    if let Some(readiness) = known.get(&device) {
+        return Ok(readiness.clone());
     }
     let cuda_mode = cuda_mode()?;
-    let found = match cuda_mode {
+    let readiness = match cuda_mode {
         CudaMode::Off => Readiness::Missing("NORMFORMER_RS_CUDA=off".to_string()),
         CudaMode::Auto | CudaMode::Require | CudaMode::Trust => match kernel(device, &SUMS, "", "sum_partials") {
             Ok(_) => Readiness::Ready,
@@ -147,13 +148,13 @@ pub fn readiness(device: Device) -> Result<Readiness> {
         },
     };
     // The error is not remembered, so a later call checks again.
-    if let (CudaMode::Require, Readiness::Missing(why)) = (cuda_mode, &found) {
+    if let (CudaMode::Require, Readiness::Missing(why)) = (cuda_mode, &readiness) {
         return Err(Error::Torch(format!(
             "NORMFORMER_RS_CUDA=require, but the kernels cannot run on CUDA device {device}: {why}"
         )));
     }
-    known.insert(device, found.clone());
-    Ok(found)
+    known.insert(device, readiness.clone());
+    Ok(readiness)
 }
 
 /// Returns a device's number of multiprocessors, which determines the number of blocks in a sum.
@@ -161,7 +162,7 @@ pub fn multiprocessors(device: Device) -> Result<u32> {
     Ok(driver()?.device(device)?.multiprocessors)
 }
 
-/// Returns how many blocks of a kernel the device runs at once.
+/// Returns how many blocks of a kernel, with `threads` threads each, the device runs at once.
 pub fn blocks_at_once(
     device: Device,
     program: &'static Program,
@@ -172,7 +173,8 @@ pub fn blocks_at_once(
     driver()?.blocks_at_once(device, self::kernel(device, program, options, kernel)?.function, threads)
 }
 
-/// Launches a kernel on torch's current stream, if the [`verdict`] on its variant allows it.
+/// Launches a kernel on torch's current stream, if the [`verdict`] on its variant allows it. `options` are the compiler
+/// options that select the variant, and `arguments` is the one struct that the kernel takes.
 ///
 /// # Safety
 /// `A` has the same fields as the struct that the kernel takes. Its pointers belong to the device, point to as much
@@ -222,11 +224,10 @@ struct Kernel {
     variant: verdict::Variant,
 }
 
-/// Returns the kernel; compiles and loads it at its first use.
+/// Returns the kernel named `kernel` of a program compiled with `options`; compiles and loads it at its first use.
 fn kernel(device: Device, program: &'static Program, options: &str, kernel: &'static str) -> Result<&'static Kernel> {
     type ProgramKey = (Device, &'static str, &'static str);
-    // The inner map is keyed by the options alone, so that a launch finds its kernel without allocating a string for
-    // the key.
+    // The inner map's key is the options alone, so that a launch finds its kernel without allocating a string.
     static LOADED: RwLock<Option<HashMap<ProgramKey, HashMap<String, &'static Kernel>>>> = RwLock::new(None);
     let key = (device, program.name, kernel);
     let look_up = |all: &Option<HashMap<ProgramKey, HashMap<String, &'static Kernel>>>| {
@@ -253,6 +254,7 @@ fn kernel(device: Device, program: &'static Program, options: &str, kernel: &'st
     Ok(new_kernel)
 }
 
+/// True if CPU tensors are sent through the CUDA kernels, for tests.
 static STAND_IN: AtomicBool = AtomicBool::new(false);
 
 /// Makes CUDA kernels run on CPU tensors, for tests. This needs a driver, found through NORMFORMER_RS_CUDA_LIBRARIES,

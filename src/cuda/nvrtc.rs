@@ -38,15 +38,15 @@ fn folders() -> Vec<PathBuf> {
         return vec![folder];
     }
     let parent = |p: PathBuf| p.parent().map(Path::to_owned);
-    let mut found: Vec<PathBuf> =
-        ["libnvrtc.so.", "libcudart.so."].iter().filter_map(|l| mapped(l)).filter_map(parent).collect();
+    let mut folders: Vec<PathBuf> =
+        ["libnvrtc.so.", "libcudart.so."].iter().filter_map(|prefix| mapped(prefix)).filter_map(parent).collect();
     // The path ends in site-packages/torch/lib.
     if let Some(lib) = mapped("libtorch_cpu.so").and_then(parent) {
         let site = lib.join("../..");
-        found.extend(["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"].map(|d| site.join(d)));
-        found.push(lib);
+        folders.extend(["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"].map(|folder| site.join(folder)));
+        folders.push(lib);
     }
-    found
+    folders
 }
 
 /// Loads the first libnvrtc that can be opened: from [`folders`], then from the loader's search path.
@@ -121,8 +121,8 @@ impl Nvrtc {
             let compiled = (self.nvrtcCompileProgram)(handle, pointers.len() as c_int, pointers.as_ptr());
             let log = self.read(handle, self.nvrtcGetProgramLogSize, self.nvrtcGetProgramLog).unwrap_or_default();
             let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_string();
-            // options[1] is the architecture.
-            self.check(compiled, &format!("compiling {name} for {}", options[1].to_string_lossy()), &log)
+            let architecture = options[1].to_string_lossy();
+            self.check(compiled, &format!("compiling {name} for {architecture}"), &log)
                 .and_then(|()| Ok((self.read(handle, self.nvrtcGetCUBINSize, self.nvrtcGetCUBIN)?, log)))
         };
         // SAFETY: the program was created above, and is not used again.
@@ -149,7 +149,8 @@ impl Nvrtc {
         Ok(bytes)
     }
 
-    /// Turns a status of the compiler into an error, if it is one; `act` names the operation that failed.
+    /// Turns a status of the compiler into an error unless it is 0. The error's text has the operation `act`, the reason,
+    /// and the compiler's messages `log`.
     fn check(&self, code: c_int, act: &str, log: &str) -> Result<()> {
         if code == 0 {
             return Ok(());

@@ -43,18 +43,21 @@ pub enum Verdict {
     Off,
 }
 
+// These are values of `Variant::verdict`.
 const UNKNOWN: u8 = 0;
 const RIGHT: u8 = 1;
 const WRONG: u8 = 2;
 
 thread_local! {
+    /// The reason for the last refusal on this thread, which [`admitted`] returns.
     static REFUSED: Cell<Option<Refusal>> = const { Cell::new(None) };
     /// The variants that the running proof has launched; `None` without a proof. During a proof no launch is refused.
     static LAUNCHED: RefCell<Option<Vec<&'static Variant>>> = const { RefCell::new(None) };
 }
 
 impl Variant {
-    /// `names` are the program, the options and the kernel; `binary` is the file of the compiled program.
+    /// Returns the variant on a device, with the verdict that its file has. `device` is the name of device and driver,
+    /// `names` are the program, the options and the kernel, and `binary` is the file of the compiled program.
     pub fn new(device: String, names: [&str; 3], binary: Option<PathBuf>, is_trusted: bool) -> Self {
         let file = binary.map(|file| file.with_extension("verdicts"));
         let line = format!("{device}\t{}", names.join("\t"));
@@ -90,8 +93,8 @@ impl Variant {
             Verdict::Wrong => (WRONG, Some("wrong")),
             Verdict::Off => (WRONG, None),
         };
-        let first = self.verdict.compare_exchange(UNKNOWN, state, Ordering::AcqRel, Ordering::Acquire);
-        if let (Ok(_), Some(file), Some(word)) = (first, &self.file, word) {
+        let was_unknown = self.verdict.compare_exchange(UNKNOWN, state, Ordering::AcqRel, Ordering::Acquire).is_ok();
+        if let (true, Some(file), Some(word)) = (was_unknown, &self.file, word) {
             let line = format!("{}\t{word}\n", self.line);
             // Ignore failures to write. One call writes the line, so that lines from several processes do not mix.
             let _ = appended(file).map(|mut f| f.write_all(line.as_bytes()));
@@ -165,11 +168,13 @@ pub fn kept() -> Vec<String> {
     lines
 }
 
-/// Returns a file's verdict on a variant, true for right. If the file has lines with both verdicts, wrong counts.
+/// Returns a file's verdict on the variant with this line: true for right, `None` without a verdict. If the file has
+/// lines with both verdicts, wrong counts.
 fn read(file: &Path, line: &str) -> Option<bool> {
     let text = text(file)?;
-    let verdicts = text.lines().filter_map(|found| found.strip_prefix(line)?.strip_prefix('\t'));
-    verdicts.filter(|v| ["right", "wrong"].contains(v)).map(|v| v == "right").reduce(|a, b| a && b)
+    let verdicts = text.lines().filter_map(|of_file| of_file.strip_prefix(line)?.strip_prefix('\t'));
+    let known = verdicts.filter(|verdict| ["right", "wrong"].contains(verdict));
+    known.map(|verdict| verdict == "right").reduce(|all_right, is_right| all_right && is_right)
 }
 
 /// Returns a file's text, if the file exists and is trusted.
@@ -182,6 +187,7 @@ fn text(file: &Path) -> Option<String> {
 mod tests {
     use super::*;
 
+    /// Returns an untrusted variant whose verdict is in the folder's file `a.verdicts`.
     fn variant(folder: &Path, kernel: &str) -> &'static Variant {
         let file = Some(folder.join("a.cubin"));
         Box::leak(Box::new(Variant::new("H100, driver 13.0".into(), ["p.cu", "-DK=1", kernel], file, false)))
