@@ -424,6 +424,8 @@ mod tests {
             let error = message(read(&index, &tokens, 7));
             assert!(error.contains(what), "{what}: {error}");
         };
+        // In the index of `mmap`, the version begins at byte 9, the code at 17, the count at 18, the lengths at 26 and
+        // the starts at 38.
         check("not an index", mmap(), 0, b"X");
         check("version 2", mmap(), 9, &[2]);
         check("number type 77", mmap(), 17, &[77]);
@@ -433,6 +435,8 @@ mod tests {
         check("contradict", mmap(), 26, &[5]);
         check("contradict", mmap(), 38, &[1]);
         check("bytes more", mmap(), 62, &[0; 8]);
+        // In the index of `torchnet`, five numbers begin at byte 8: version, code, bytes of an id, and two counts.
+        // Columns of 4, 4 and 3 numbers begin at 48, 80 and 112.
         check("version 2", torchnet(), 8, &[2]);
         check("8 bytes a number", torchnet(), 24, &[8]);
         check("of 2 dimensions", torchnet(), 40, &[2]);

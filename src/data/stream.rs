@@ -211,6 +211,7 @@ mod tests {
         Arc::new(Corpus { source: Some(side(7)), target: side(5), start: 0 })
     }
 
+    /// Returns the stream of `corpus` from this cursor.
     fn stream(cursor: Cursor) -> BatchStream {
         BatchStream::new(corpus(), CONFIG, cursor).unwrap()
     }
@@ -242,6 +243,7 @@ mod tests {
             let stream_of =
                 |max_tokens, cursor| BatchStream::new(corpus(), StreamConfig { max_tokens, ..CONFIG }, cursor).unwrap();
             for index in 0..stream_of(before, Cursor { epoch: 2, index: 0 }).batches_per_epoch() as u64 {
+                // `left` is where the run stopped, `found` where it goes on. The corpus has 60 sentences.
                 let left = stream_of(before, Cursor { epoch: 2, index });
                 let found = stream_of(now, Cursor { epoch: 2, index: 0 }).behind(left.seen() as f64 / 60.0);
                 let largest = stream_of(now, Cursor::default()).plan.iter().map(Vec::len).max().unwrap();

@@ -212,10 +212,12 @@ mod tests {
     use super::*;
     use std::io::Write;
 
+    /// Reads lines without interrupts.
     fn read_lines(path: impl AsRef<Path>) -> Result<Vec<String>> {
         super::read_lines(path, &mut || Ok(()))
     }
 
+    /// Reads sentence pairs without interrupts.
     fn read_parallel(source: &Path, target: &Path) -> Result<Vec<(String, String)>> {
         super::read_parallel(source, target, &mut || Ok(()))
     }

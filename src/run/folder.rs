@@ -69,6 +69,7 @@ impl Configs {
     /// Returns the options in `config`, which was read from the checkpoint at `path`. They may differ from `self`, the
     /// options in config.json, because a resume may change options.
     pub(super) fn of_checkpoint(&self, path: &Path, config: &Value) -> Result<Self> {
+        // Parses the options of one part: the model, the training or the data.
         fn read<T: DeserializeOwned>(path: &Path, options: &Value) -> Result<T> {
             crate::config::from_json(&path.display().to_string(), &options.to_string())
         }

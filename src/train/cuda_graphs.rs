@@ -19,8 +19,9 @@ use tch::Device;
 /// The work that a graph records.
 pub type Work = Rc<dyn Fn() -> Result<()>>;
 
-/// Records the kernels that a piece of work launches, without running them.
+/// A recorder of CUDA graphs.
 pub trait Recorder: Send {
+    /// Records the kernels that `work` launches, without running them.
     fn record(&mut self, work: Work) -> Result<Box<dyn Replay>>;
 }
 
@@ -177,6 +178,7 @@ mod tests {
     struct ReplayRecorder;
 
     impl Recorder for ReplayRecorder {
+        /// Returns a graph that runs the work again at each replay.
         fn record(&mut self, work: Work) -> Result<Box<dyn Replay>> {
             struct ReplayedWork(Work);
             impl Replay for ReplayedWork {

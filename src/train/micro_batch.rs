@@ -60,6 +60,7 @@ impl Input {
 }
 
 impl HostBatch for Input {
+    /// Returns the tensors that are moved to the device.
     fn tensors(&mut self) -> Vec<&mut Tensor> {
         self.read.tensors().into_iter().chain([&mut self.output]).collect()
     }
@@ -94,6 +95,7 @@ impl MicroBatch {
 }
 
 impl HostBatch for MicroBatch {
+    /// Returns the tensors that are moved to the device.
     fn tensors(&mut self) -> Vec<&mut Tensor> {
         let MicroBatch { input, seed, scale, .. } = self;
         input.tensors().into_iter().chain([seed, scale]).collect()

@@ -9,15 +9,19 @@ use serde::Serialize;
 /// Receives a run's events. An `Err` from any method stops the run. If the error is
 /// [`Interrupted`](crate::error::Error::Interrupted), the run saves a checkpoint first.
 pub trait Observer {
+    /// Called before the first update of a run or a resumed run.
     fn started(&mut self, _: &Started) -> Result<()> {
         Ok(())
     }
+    /// Called after each update.
     fn updated(&mut self, _: &Update) -> Result<()> {
         Ok(())
     }
+    /// Called after each evaluation, before its checkpoint is saved.
     fn evaluated(&mut self, _: &Evaluation) -> Result<()> {
         Ok(())
     }
+    /// Called after a checkpoint has been written.
     fn saved(&mut self, _: &Saved) -> Result<()> {
         Ok(())
     }
@@ -26,6 +30,7 @@ pub trait Observer {
     fn check_interrupt(&mut self) -> Result<()> {
         Ok(())
     }
+    /// Called with a message for the user, of the level `info` or `warning`.
     fn message(&mut self, _level: &str, _text: &str) -> Result<()> {
         Ok(())
     }

@@ -456,6 +456,8 @@ mod tests {
 
     #[test]
     fn equal_multipliers_lie_side_by_side() {
+        // With the padding of `ALIGN`, a matrix of 35 elements takes 48, a bias of 300 takes 304, and the norm of 20
+        // takes 32.
         let standard = optimizer(1.0);
         let all = Segment { elements: 0..standard.parameters.numel(), multipliers: Multipliers::ONE };
         assert_eq!(standard.segments, [all]);

@@ -56,6 +56,7 @@ pub struct ScheduleMemory {
 }
 
 impl Default for ScheduleMemory {
+    /// Returns the state before the first evaluation.
     fn default() -> Self {
         ScheduleMemory { factor: 1.0, scores: Vec::new(), worse: 0 }
     }

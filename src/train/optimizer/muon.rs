@@ -27,6 +27,7 @@ pub struct Muon {
 }
 
 impl Muon {
+    /// Reads the rule's settings from the options.
     pub fn of(config: &TrainingConfig) -> Self {
         Muon {
             momentum: config.muon_momentum,
@@ -56,14 +57,17 @@ impl Muon {
 }
 
 impl Rule for Muon {
+    /// The state is the momentum m, `state[0]` below.
     fn state(&self, size: &[i64]) -> Vec<(&'static str, Vec<i64>)> {
         vec![("momentum_buffer", size.to_vec())]
     }
 
+    /// Muon updates the matrices of hidden layers.
     fn takes(&self, part: Part, size: &[i64]) -> bool {
         part.role == ParameterRole::HiddenMatrix && size.len() == 2
     }
 
+    /// Updates m with the gradient g. Returns g + μ(m − g) if `nesterov`, else m.
     fn direction(&self, gradient: &Tensor, state: &mut [Tensor]) -> Result<Tensor> {
         mix(&mut state[0], gradient, 1.0 - self.momentum)?;
         let momentum = state[0].f_to_kind(gradient.kind())?;
@@ -77,14 +81,17 @@ impl Rule for Muon {
         true
     }
 
+    /// Applies the Newton–Schulz iteration to the matrices, divided by their Frobenius norms.
     fn orthogonalised(&self, directions: &Tensor) -> Result<Tensor> {
         self.iterate(directions, &norms(directions)?.f_clamp_min(EPS)?)
     }
 
+    /// Multiplies an orthogonalised matrix by the scale for its size.
     fn finished(&self, direction: Tensor, _: &mut [Tensor]) -> Result<Tensor> {
         Ok(direction.f_mul_scalar(self.scale_of(&direction.size()))?)
     }
 
+    /// Returns the measure of a step's size that `scale` makes the same at all widths.
     fn step_size(&self) -> StepSize {
         match self.scale {
             MuonScale::Spectral => StepSize::SpectralNorm,

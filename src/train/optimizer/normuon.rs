@@ -21,12 +21,14 @@ pub struct NorMuon {
 }
 
 impl NorMuon {
+    /// Reads the rule's settings from the options.
     pub fn of(config: &TrainingConfig) -> Self {
         NorMuon { muon: Muon::of(config), beta2: config.normuon_beta2 }
     }
 }
 
 impl Rule for NorMuon {
+    /// The state is Muon's momentum, then v, which has one number for each row.
     fn state(&self, size: &[i64]) -> Vec<(&'static str, Vec<i64>)> {
         let rows = ("second_momentum_buffer", vec![size[0], 1]);
         self.muon.state(size).into_iter().chain([rows]).collect()
@@ -44,12 +46,14 @@ impl Rule for NorMuon {
         true
     }
 
+    /// Applies the Newton–Schulz iteration to the matrices, divided by their Frobenius norms + ε.
     fn orthogonalised(&self, directions: &Tensor) -> Result<Tensor> {
         self.muon.iterate(directions, &norms(directions)?.f_add_scalar(MATRIX_EPS)?)
     }
 
+    /// Updates v with the mean of O² over each row, and returns scale·U·‖O‖/(‖U‖ + ε) with U = O/(√v + ε).
     fn finished(&self, direction: Tensor, state: &mut [Tensor]) -> Result<Tensor> {
-        // In the equations above `direction` is O, `state[1]` is v, and `rows` is U.
+        // `direction` is O, `state[1]` is v, and `rows` is U.
         let squares = direction.f_square()?.f_mean_dim([-1i64].as_slice(), true, None::<Kind>)?;
         mix(&mut state[1], &squares, 1.0 - self.beta2)?;
         let rows = direction.f_div(&state[1].f_sqrt()?.f_add_scalar(EPS)?)?;

@@ -75,7 +75,7 @@ impl Ruled {
         let rule = self.rule.as_ref();
         let mut old_values = Vec::new();
         if is_healthy.is_some() {
-            // The host does not know yet whether the update is healthy. If it is not, the old values are restored below.
+            // The host does not know yet whether the update is healthy. If it is not, old values are restored below.
             for t in self.parameters.iter().flat_map(|p| [&p.value].into_iter().chain(&p.state)) {
                 old_values.push((t.shallow_clone(), t.f_detach_copy()?));
             }

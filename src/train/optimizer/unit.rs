@@ -88,6 +88,7 @@ mod tests {
         unit.begin().unwrap();
         assert_eq!(others, kept);
         for (i, (m, before)) in matrices.iter().zip(&before).enumerate() {
+            // Only linear2, matrix 2, writes to the residual stream, so its vectors are columns.
             let dimension = [if i == 2 { 0i64 } else { 1 }];
             let lengths = before.norm_scalaropt_dim(2.0, dimension.as_slice(), true).clamp_min(1e-12);
             assert!((m - before / lengths).abs().max().double_value(&[]) < 1e-15);

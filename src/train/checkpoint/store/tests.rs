@@ -79,6 +79,7 @@ fn a_full_disk_at_any_place_leaves_the_old_or_the_new() {
 
 #[test]
 fn a_first_checkpoint_is_there_to_resume_or_is_not() {
+    // True if some failed save has left no checkpoint, and if some has left one.
     let mut has_been = [false; 2];
     for k in 1.. {
         let dir = Scratch::new("store-first");
