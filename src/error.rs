@@ -38,6 +38,7 @@ pub enum Error {
 }
 
 impl Error {
+    /// Returns the error of a wrong input or configuration.
     pub fn invalid(message: impl Into<String>) -> Self {
         Error::Invalid(message.into())
     }
@@ -51,6 +52,7 @@ impl Error {
         }
     }
 
+    /// Returns the error of a failed operation on a file; `act` is the operation as a verb, such as "open".
     pub fn io(act: &'static str, path: impl AsRef<Path>, source: std::io::Error) -> Self {
         Error::Io { act, path: path.as_ref().display().to_string(), source }
     }
@@ -75,8 +77,8 @@ pub fn quoted(word: &str) -> String {
 
 /// Returns libtorch's message without the C++ stack trace that it appends.
 pub fn without_stack(text: &str) -> &str {
-    let begins = ["\nException raised from", "\nframe #0:"].iter().filter_map(|stack| text.find(stack));
-    text[..begins.min().unwrap_or(text.len())].trim_end()
+    let starts = ["\nException raised from", "\nframe #0:"].iter().filter_map(|first_words| text.find(first_words));
+    text[..starts.min().unwrap_or(text.len())].trim_end()
 }
 
 impl From<tch::TchError> for Error {
@@ -88,9 +90,11 @@ impl From<tch::TchError> for Error {
     }
 }
 
-/// Builds the error `unknown norm "scalnorm" (did you mean "scalenorm"?); expected one of layernorm, …`.
+/// Builds the error of a word `got` that is none of `choices`: `unknown norm "scalnorm" (did you mean "scalenorm"?);
+/// expected one of layernorm, …`.
 pub fn unknown<'a>(what: &str, got: &str, choices: impl IntoIterator<Item = &'a str>) -> Error {
     let choices: Vec<&str> = choices.into_iter().collect();
+    // The closest choice is suggested only if few letters differ.
     let closest = choices.iter().min_by_key(|c| distance(c, got)).filter(|c| distance(c, got) <= 1 + got.len() / 4);
     let hint = closest.map_or(String::new(), |c| format!(" (did you mean {c:?}?)"));
     Error::Invalid(format!("unknown {what} {got:?}{hint}; expected one of {}", choices.join(", ")))
@@ -99,9 +103,10 @@ pub fn unknown<'a>(what: &str, got: &str, choices: impl IntoIterator<Item = &'a 
 /// Returns the Levenshtein distance of a and b.
 fn distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
+    // After i characters of a, row[j] is their distance from the first j characters of b.
     let mut row: Vec<usize> = (0..=b.len()).collect();
     for (i, ca) in a.chars().enumerate() {
-        let mut diagonal = row[0];
+        let mut diagonal = row[0]; // the old row[j], before it is overwritten
         row[0] = i + 1;
         for (j, cb) in b.iter().enumerate() {
             let substitute = diagonal + usize::from(ca != *cb);

@@ -49,7 +49,7 @@ pub fn multi_bleu<H: AsRef<str>, R: AsRef<str>>(hypotheses: &[H], references: &[
     })
 }
 
-/// Computes BLEU; `split` splits a line into words.
+/// Computes BLEU; `split` splits a line into words. Errors unless there is one reference per hypothesis.
 fn bleu_of_words<H: AsRef<str>, R: AsRef<str>>(
     hypotheses: &[H],
     references: &[R],
@@ -70,7 +70,7 @@ fn bleu_of_words<H: AsRef<str>, R: AsRef<str>>(
         ref_len += reference.len();
         for n in 1..=ORDERS {
             let (counts, reference_counts) = (ngrams(&hypothesis, n), ngrams(&reference, n));
-            // A match is clipped: it counts at most as often as the n-gram occurs in the reference.
+            // Matches are clipped: an n-gram counts at most as often as it occurs in the reference.
             let clipped = counts.iter().map(|(ngram, count)| count.min(reference_counts.get(ngram).unwrap_or(&0)));
             matches[n - 1] += clipped.sum::<usize>();
             totals[n - 1] += counts.values().sum::<usize>();

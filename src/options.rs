@@ -28,6 +28,7 @@ pub struct Field {
 
 /// A type that an option may have.
 pub trait FieldType {
+    /// The value of [`Field::kind`]; the other items are the values of the fields of the same names.
     const KIND: &'static str;
     const OPTIONAL: bool = false;
     const PER_LAYER: bool = false;
@@ -36,6 +37,7 @@ pub trait FieldType {
     }
 }
 
+/// Makes types the types of options, each with its kind.
 macro_rules! field_types {
     ($($t:ty => $kind:literal),*) => { $(impl FieldType for $t { const KIND: &'static str = $kind; })* };
 }
@@ -197,7 +199,8 @@ pub fn distinct(declared: impl Iterator<Item = &'static dyn AnyOption>) -> Vec<&
     options
 }
 
-/// Accepts any value.
+/// Accepts any value. Like the functions below, it is a value of [`OptionSpec::check`]: it takes the option's name, for
+/// the error message, and the value.
 pub fn anything<T>(_: &str, _: T) -> Result<()> {
     Ok(())
 }

@@ -70,7 +70,7 @@ pub fn is_runs(path: &Path) -> bool {
         }
         LOCK => starts(path, is_lock),
         _ if NAMES.contains(&name) => match path.read_link() {
-            Ok(to) => to.to_str().is_some_and(|to| update_of(to).is_some()),
+            Ok(target) => target.to_str().is_some_and(|target| update_of(target).is_some()),
             Err(_) => is_checkpoint(path),
         },
         AVERAGE | NEW_AVERAGE => is_checkpoint(path),
@@ -128,7 +128,8 @@ pub fn update_of(name: &str) -> Option<(u64, u32)> {
     (name_of(key) == name).then_some(key)
 }
 
-/// Returns a checkpoint's name: `update-00001234`, or `update-00001234-2` if that update was saved before.
+/// Returns the name of a checkpoint of `update`, saved for the time `saving`: `update-00001234`, or `update-00001234-2`
+/// if that update was saved once before.
 pub fn name_of((update, saving): (u64, u32)) -> String {
     if saving == 1 {
         format!("update-{update:08}")
@@ -139,18 +140,19 @@ pub fn name_of((update, saving): (u64, u32)) -> String {
 
 /// True if the path is a folder (not a link) with this package's state, and with only the files of a checkpoint.
 fn is_checkpoint(path: &Path) -> bool {
-    let is_folder = path.symlink_metadata().is_ok_and(|found| found.is_dir());
+    let is_folder = path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir());
     let is_known = |entry: std::io::Result<std::fs::DirEntry>| {
         entry.is_ok_and(|entry| entry.file_name().to_str().is_some_and(|name| IN_CHECKPOINTS.contains(&name)))
     };
-    let has_known_files = is_folder && std::fs::read_dir(path).is_ok_and(|mut entries| entries.all(is_known));
+    let has_only_known_files = is_folder && std::fs::read_dir(path).is_ok_and(|mut entries| entries.all(is_known));
     let state = || atomic::read(&path.join(STATE), STATE_BYTES).ok().flatten();
-    let is_kind = || serde_json::from_slice::<Value>(&state()?).ok().map(|state| state["kind"] == KIND);
-    has_known_files && is_kind().unwrap_or(false)
+    let has_kind = || serde_json::from_slice::<Value>(&state()?).ok().map(|state| state["kind"] == KIND);
+    has_only_known_files && has_kind().unwrap_or(false)
 }
 
+/// True if the path is a file, not a link to one.
 fn is_file(path: &Path) -> bool {
-    path.symlink_metadata().is_ok_and(|found| found.is_file())
+    path.symlink_metadata().is_ok_and(|metadata| metadata.is_file())
 }
 
 /// True if the file can be opened without following links, and `proves` accepts its first [`HEAD`] bytes.

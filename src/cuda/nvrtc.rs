@@ -149,8 +149,8 @@ impl Nvrtc {
         Ok(bytes)
     }
 
-    /// Turns a status of the compiler into an error unless it is 0. The error's text has the operation `act`, the reason,
-    /// and the compiler's messages `log`.
+    /// Turns a status of the compiler into an error unless it is 0. The error's text has the operation `act`, the
+    /// reason, and the compiler's messages `log`.
     fn check(&self, code: c_int, act: &str, log: &str) -> Result<()> {
         if code == 0 {
             return Ok(());

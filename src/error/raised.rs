@@ -14,6 +14,7 @@ extern "C" {
 
 /// The exception that C++ caught.
 pub struct Raised {
+    /// C++'s object; null after it has been given back.
     exception: *mut c_void,
     text: String,
     /// A second error: the one with which the interrupted work ended, for example while it saved a checkpoint.

@@ -53,14 +53,15 @@ fn split_punctuation(line: &str) -> String {
     let is_symbol = |c: char| c.is_ascii_punctuation() && !matches!(c, '\'' | ',' | '-' | '.') || c == ' ';
     let is_point = |c: char| matches!(c, '.' | ',');
     let line = set_apart(line, is_symbol);
-    // In this order: a point that follows no digit, a point before no digit, and a dash after a digit.
+    // The rules are applied in this order: a point (or comma) that follows no digit, one before no digit, and a dash
+    // after a digit.
     let line = replace_pairs(&line, |a, b| (!a.is_ascii_digit() && is_point(b)).then_some([a, ' ', b, ' ']));
     let line = replace_pairs(&line, |a, b| (is_point(a) && !b.is_ascii_digit()).then_some([' ', a, ' ', b]));
     replace_pairs(&line, |a, b| (a.is_ascii_digit() && b == '-').then_some([a, ' ', b, ' ']))
 }
 
-/// Replaces pairs of neighbouring characters from left to right, as a regular expression of two characters does. If
-/// `replace` returns `None`, the pair stays.
+/// Replaces pairs of neighbouring characters from left to right, as a regular expression of two characters does: the
+/// next pair begins after a replaced one. If `replace` returns `None`, the pair stays.
 fn replace_pairs(line: &str, replace: impl Fn(char, char) -> Option<[char; 4]>) -> String {
     let mut replaced = String::with_capacity(2 * line.len());
     let mut rest = line.chars().peekable();
@@ -119,6 +120,7 @@ fn longest_word(c: char) -> Option<usize> {
 mod tests {
     use super::*;
 
+    /// Returns the line's words with one space between them.
     fn words(tokenize: Tokenize, line: &str) -> String {
         tokenize.apply(line).split(is_space).filter(|word| !word.is_empty()).collect::<Vec<_>>().join(" ")
     }

@@ -13,7 +13,8 @@ const MOST: u64 = 64 << 10;
 /// The text in the last line, which has the CRC-32 of the other lines.
 const OF_ITSELF: &str = "of the lines above";
 
-/// Returns the text of [`CHECKSUMS`]: a line `CRC-32 bytes name` for each file, then the CRC-32 of these lines.
+/// Returns the text of [`CHECKSUMS`] for files given as (name, text): a line `CRC-32 bytes name` for each file, then
+/// the CRC-32 of these lines.
 pub fn text(files: &[(&str, String)]) -> String {
     let line = |(name, text): &(&str, String)| {
         let Digest { bytes, crc32 } = Digest::of(text.as_bytes());
@@ -59,17 +60,17 @@ fn read(folder: &Path) -> Result<Option<Vec<(String, Digest)>>> {
     let Some(bytes) = atomic::read(&path, MOST)? else { return Ok(None) };
     let text = String::from_utf8(bytes).map_err(|e| damaged(&path, e.to_string()))?;
     // The last line begins after the last line end but one.
-    let end = text.strip_suffix('\n').and_then(|text| text.rfind('\n')).map_or(0, |at| at + 1);
-    let (lines, last) = text.split_at(end);
+    let last_begin = text.strip_suffix('\n').and_then(|text| text.rfind('\n')).map_or(0, |line_end| line_end + 1);
+    let (lines, last) = text.split_at(last_begin);
     if last != format!("{:08x} {OF_ITSELF}\n", Digest::of(lines.as_bytes()).crc32) {
         return Err(damaged(&path, "its last line is not the CRC-32 of the others".into()));
     }
-    let file = |line: &str| {
+    let parse = |line: &str| {
         let (crc32, rest) = line.split_once(' ')?;
         let (bytes, name) = rest.split_once(' ')?;
         Some((name.to_string(), Digest { bytes: bytes.parse().ok()?, crc32: u32::from_str_radix(crc32, 16).ok()? }))
     };
-    let files: Option<Vec<_>> = lines.lines().map(file).collect();
+    let files: Option<Vec<_>> = lines.lines().map(parse).collect();
     let files = files.ok_or_else(|| damaged(&path, "expected lines of CRC-32, length and name".into()))?;
     match files.iter().find(|(name, _)| !LISTED.contains(&name.as_str())) {
         Some((name, _)) => Err(damaged(&path, format!("it lists {name:?}; a run lists only {}", LISTED.join(", ")))),
@@ -77,6 +78,7 @@ fn read(folder: &Path) -> Result<Option<Vec<(String, Digest)>>> {
     }
 }
 
+/// Returns an error that says that the file is damaged, why, and what to do.
 fn damaged(path: &Path, why: String) -> Error {
     // Without its checksums nothing proves that the folder belongs to a run, so --overwrite would refuse it.
     let fix = if path.ends_with(CHECKSUMS) { "choose another output" } else { "start again with --overwrite" };
