@@ -170,7 +170,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             k, v = (self._for_each_query(x) for x in (k, v))
         p = self.dropout if self.training else 0.0
         weights = None
-        uses_own_dropout = p > 0 and is_run_again()  # torch's would draw another mask in the backward pass
+        uses_own_dropout = p > 0 and is_run_again()  # torch's dropout would draw another mask in the backward pass
         # torch's fused attention returns no weights, and has neither sinks nor a softcap nor this dropout.
         is_composed = need_weights or uses_own_dropout or self._is_capped()
         mask, is_causal = self._mask(q, k, attn_mask, key_padding_mask, is_causal, is_composed)
@@ -193,7 +193,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         joined = self._gated(heads.transpose(1, 2).flatten(-2), query)
         joined = self._change("after_heads", joined, padding, kept)
         out = self._change("after_output", self.out_proj(joined), padding, kept)
-        # back to the caller's layout
+        # The results go back to the caller's layout.
         if not is_batched:
             out, weights = out.squeeze(0), None if weights is None else weights.squeeze(0)
         elif not self.batch_first:
@@ -208,6 +208,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return x.repeat_interleave(queries_per_key, 1)
 
     def _change(self, point: str, x: Tensor, padding: Tensor | None, kept: KeptTensors | None) -> Tensor:
+        """Returns x (B, T, d) after the changes at a point. `padding`: (B, T), True at padding."""
         changes: tuple[Change, ...] = self.inside.get(point, ())
         return apply_changes(self, changes, x, padding, kept)
 
@@ -216,7 +217,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return self.score_softcap is not None or self._parameters.get("sinks") is not None
 
     def _softmax(self, scores: Tensor, mask: Tensor | None) -> Tensor:
-        """Returns the attention weights, (B, heads, T, S)."""
+        """Returns the attention weights, (B, heads, T, S), of scores in this shape. `mask`: what is added to them."""
         if self.score_softcap is not None:
             scores = torch.tanh(scores / self.score_softcap) * self.score_softcap
         scores = scores if mask is None else scores + mask
@@ -227,17 +228,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         return F.softmax(torch.cat([scores, sinks], -1), dim=-1)[..., :-1]
 
     def _gated(self, joined: Tensor, x: Tensor) -> Tensor:
-        """Returns the heads' outputs (…, d) times σ(W_g x)."""
+        """Returns the heads' outputs `joined` (…, d) times the output gate σ(W_g x + b_g), if there is one."""
         if self.gate is None:
             return joined
         gate = torch.sigmoid(self.gate(x))
         if gate.shape[-1] == joined.shape[-1]:  # one number per element
             return joined * gate
-        # one number per head
+        # Otherwise there is one number per head.
         return (joined.unflatten(-1, (self.num_heads, -1)) * gate.unsqueeze(-1)).flatten(-2)
 
     def _change_heads(self, point: str, x: Tensor, kept: KeptTensors | None) -> Tensor:
-        """Applies the changes of queries, keys or values, (B, heads, T, d_head)."""
+        """Returns queries, keys or values x (B, heads, T, d_head) after the changes at a point."""
         for change in self.inside.get(point, ()):
             if is_of_joined_heads(change, self.head_dim):
                 joined = apply_changes(self, (change,), x.transpose(1, 2).flatten(-2), None, kept)
@@ -272,17 +273,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None,
         key_padding_mask: Tensor | None,
         is_causal: bool,
-        need_weights: bool,
+        is_composed: bool,
     ) -> tuple[Tensor | None, bool]:
-        """Returns the mask that is added to the scores, (·, ·, T, S), and True if SDPA applies its own causal mask
-        instead. `need_weights`: True if the scores are computed here, without SDPA."""
+        """Returns the mask that is added to the scores, (·, ·, T, S), and True if torch's fused attention applies its
+        own causal mask instead. `is_composed`: True if the scores are computed here, without fused attention."""
         queries, keys = q.shape[-2], k.shape[-2]
-        if is_causal and key_padding_mask is None and not need_weights:
+        if is_causal and key_padding_mask is None and not is_composed:
             return None, True
         if is_causal and attn_mask is None:
             attn_mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(1)
         mask = None if attn_mask is None else additive(attn_mask, q.dtype)
-        if mask is not None and mask.dim() == 3:
+        if mask is not None and mask.dim() == 3:  # (B·heads, T, S)
             mask = mask.unflatten(0, (-1, self.num_heads))
         if key_padding_mask is not None:
             padding = additive(key_padding_mask, q.dtype)[:, None, None, :]
@@ -294,6 +295,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         (batch, queries, width), keys = query.shape, key.shape[1]
         if width != self.embed_dim:
             raise InputError(f"query must be (…, {self.embed_dim}) wide as d_model says; got {width}")
+        # A mask may differ between sentences and heads, or be one for all.
         whole, single = (batch * self.num_heads, queries, keys), (queries, keys)
         if attn_mask is not None and attn_mask.shape not in (whole, single):
             raise InputError(f"attention mask must be {single} or {whole}; got {tuple(attn_mask.shape)}")
@@ -326,7 +328,7 @@ common, and bfloat16 rounds them to −9,984."""
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a boolean mask (True: hidden) as 0 and −∞; a float mask unchanged."""
+    """Returns a mask to add to scores of this dtype: a boolean one (True: hidden) as 0 and −∞, a float one as it is."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
     _check_kind(mask)
@@ -342,6 +344,7 @@ def is_masked(mask: Tensor) -> Tensor:
 
 
 def _check_kind(mask: Any) -> None:
+    """Raises InputError unless the mask, which is not boolean, is a floating-point tensor."""
     if not isinstance(mask, Tensor) or not mask.is_floating_point():
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(

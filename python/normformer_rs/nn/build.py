@@ -24,15 +24,19 @@ def make(
     factory: Mapping[str, Any],
     bias: bool = True,
 ) -> Any:
-    """Makes the norm or the parameter. `factory`: device and dtype. `bias`: True to learn the biases of norms."""
+    """Makes the declared norm or parameter, with its initial values. `factory`: device and dtype. `bias`: True to learn
+    the biases of norms."""
     if isinstance(what, Learned):
         shape: Any = what.shape
         parameter = nn.Parameter(torch.empty(shape, **factory))
         write(what, parameter)
         return parameter
     assert what.width is not None
-    last = what.last and place.stack == "decoder"
-    where: dict[str, Any] = {"last_of_decoder": last, "ends_stack": what.ends_stack, "is_weighted": what.is_weighted}
+    where: dict[str, Any] = {
+        "last_of_decoder": what.last and place.stack == "decoder",
+        "ends_stack": what.ends_stack,
+        "is_weighted": what.is_weighted,
+    }
     norm = norm_of_config(place.norm, what.width, place.config, **where, bias=bias, **factory)
     if what.start != 1.0:
         _begin_at(norm, what)
@@ -40,14 +44,14 @@ def make(
 
 
 def _begin_at(norm: Any, at: NormAt) -> None:
-    """Sets the norm to its initial values, with the scheme's factor on γ."""
+    """Sets the norm to its initial values, with the scheme's factor on γ, which `at` declares."""
     norm.first_scale = at.start  # the norm's own reset_parameters uses this factor
     reset_module(norm)
 
 
 @torch.no_grad()
 def write(what: Learned, p: Tensor) -> None:
-    """Sets a parameter to its initial values."""
+    """Sets the parameter p to its declared initial values."""
     value: Any = what.value
     shape: Any = what.shape
     if isinstance(value, Normal):
@@ -61,7 +65,8 @@ def write(what: Learned, p: Tensor) -> None:
 
 def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, part: int = 0, **making: Any) -> None:
     """Registers the declared norms and parameters in `owner`; a parameter that sublayers share is made once. `part`:
-    the number of this call within the layer, so that each call draws other random values."""
+    the number of this call within the layer, so that each call draws other random values. `making`: `make`'s
+    `factory` and `bias`."""
     installed = set()
     with drawn_apart(making["factory"].get("device"), part):
         for what in items:
@@ -77,9 +82,9 @@ def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, p
 @torch.no_grad()
 def reset(owner: nn.Module, items: Iterable[NormAt | Learned], part: int = 0) -> None:
     """Sets the declared norms and parameters to their initial values, with `install`'s draws."""
+    # `owned` has the parameter or the module of each declaration. Any parameter among them tells the device.
     owned: dict[NormAt | Learned, Any] = {what: getattr(owner, what.name) for what in items}
-    # one parameter of each: itself, or a norm's first
-    parameters = (one if isinstance(one, Tensor) else next(one.parameters(), None) for one in owned.values())
+    parameters = (item if isinstance(item, Tensor) else next(item.parameters(), None) for item in owned.values())
     device = next((p.device for p in parameters if p is not None), None)
     with drawn_apart(device, part):
         for what, one in owned.items():

@@ -43,7 +43,7 @@ def running_norm(
 ) -> Tensor:
     """Returns y = γ⊙(x − μ)/√(s + ε) + β for the given statistics: μ = `shift` (None: 0), s = `square`; y is 0 at
     padding."""
-    a = wide(x)
+    a = wide(x)  # becomes x − μ
     if padding_mask is not None:
         a = a.masked_fill(padding_mask.unsqueeze(-1), 0.0)
     if shift is not None:
@@ -56,12 +56,12 @@ def running_norm(
 
 def residual(x: Tensor, f: Tensor, alpha: Tensor | None, beta: Tensor | None) -> Tensor:
     """Returns x⁺ = α⊙x + β⊙f in x's dtype; None means one."""
-    a, b = wide(x), wide(f)
+    skip, branch = wide(x), wide(f)
     if alpha is not None:
-        a = a * alpha.to(a.dtype)
+        skip = skip * alpha.to(skip.dtype)
     if beta is not None:
-        b = b * beta.to(b.dtype)
-    return (a + b).to(x.dtype).contiguous()
+        branch = branch * beta.to(branch.dtype)
+    return (skip + branch).to(x.dtype).contiguous()
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float = 1e-6) -> Tensor:
@@ -76,8 +76,8 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float = 1e-6) -> Tensor:
     """
     if not torch.compiler.is_exporting() and not is_sharded(logits):
         return OPS.sinkhorn(logits, iterations, eps)
-    m = torch.softmax(logits, -1) + eps
-    m = m / (m.sum(-2, keepdim=True) + eps)
+    m = torch.softmax(logits, -1) + eps  # the rows of the first iteration
+    m = m / (m.sum(-2, keepdim=True) + eps)  # its columns
     for _ in range(iterations - 1):
         m = m / (m.sum(-1, keepdim=True) + eps)
         m = m / (m.sum(-2, keepdim=True) + eps)
@@ -106,11 +106,12 @@ def spread(x: Tensor, streams: int) -> Tensor:
 
 
 def _inverse_rms(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Returns 1/√(mean x² + ε) of each row, (…, 1)."""
     return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def _mixes(streams: Tensor, weight: Tensor) -> Tensor:
-    """Returns φ vec(H)/√(mean H² + ε) for streams H (…, n, d), with φ = `weight`."""
+    """Returns φ vec(H)/√(mean H² + ε), (…, m), for streams H (…, n, d), with φ = `weight` (m, n·d)."""
     flat = wide(streams.flatten(-2))
     return F.linear(flat, weight.to(flat.dtype)) * _inverse_rms(flat)
 
@@ -151,8 +152,8 @@ def hyper_connection(
     if iterations == 0:
         return x, (gates + eps).unsqueeze(-1).to(streams.dtype)
     logits = mixes[..., 2 * n :] * s[2] + b[2 * n :]
-    into = sinkhorn(logits.unflatten(-1, (n, n)), iterations, eps).transpose(-2, -1)
-    return x, torch.cat([into, gates.unsqueeze(-1)], -1)  # [Rᵀ, g], (…, n, n + 1)
+    r_transposed = sinkhorn(logits.unflatten(-1, (n, n)), iterations, eps).transpose(-2, -1)
+    return x, torch.cat([r_transposed, gates.unsqueeze(-1)], -1)  # [Rᵀ, g], (…, n, n + 1)
 
 
 def permuted_connection(
@@ -170,8 +171,9 @@ def permuted_connection(
     s, b = scale.to(mixes.dtype), bias.to(mixes.dtype)
     shares = torch.sigmoid(mixes[..., :n] * s[0] + b[:n])
     gates = 2 * torch.sigmoid(mixes[..., n : 2 * n] * s[1] + b[n : 2 * n])
-    into = mean_permutation(torch.softmax(mixes[..., 2 * n :] * s[2] + b[2 * n :], -1), n).transpose(-2, -1)
-    return _read(streams, shares), torch.cat([into, gates.unsqueeze(-1)], -1)
+    permutation_shares = torch.softmax(mixes[..., 2 * n :] * s[2] + b[2 * n :], -1)  # (…, n!)
+    r_transposed = mean_permutation(permutation_shares, n).transpose(-2, -1)
+    return _read(streams, shares), torch.cat([r_transposed, gates.unsqueeze(-1)], -1)  # [Rᵀ, g], (…, n, n + 1)
 
 
 def mean_permutation(shares: Tensor, n: int) -> Tensor:
@@ -216,7 +218,8 @@ def free_hyper_connection(
         s = scale.to(h.dtype)
         rows = rows + torch.tanh(F.linear(normed, weight.to(h.dtype))) * torch.cat([s[:1].expand(n + 1), s[1:]])
     rows = rows.expand(*streams.shape[:-1], n + 2)
-    return _read(streams, rows[..., 0]), torch.cat([rows[..., 1 : n + 1].transpose(-2, -1), rows[..., n + 1 :]], -1)
+    shares, r, gates = rows[..., 0], rows[..., 1 : n + 1], rows[..., n + 1 :]
+    return _read(streams, shares), torch.cat([r.transpose(-2, -1), gates], -1)  # [Rᵀ, g], (…, n, n + 1)
 
 
 def channel_connection(
@@ -267,9 +270,9 @@ def depth_attention(outputs: Sequence[Tensor], query: Tensor, gain: Tensor) -> T
     """
     logits = []
     for v in outputs:
-        a = wide(v)
-        key = query.to(a.dtype) * gain.to(a.dtype)  # ⟨query, gain⊙v⟩ = ⟨query⊙gain, v⟩
-        logits.append((a @ key).unsqueeze(-1) * _inverse_rms(a))
+        wide_v = wide(v)
+        key = query.to(wide_v.dtype) * gain.to(wide_v.dtype)  # ⟨query, gain⊙v⟩ = ⟨query⊙gain, v⟩
+        logits.append((wide_v @ key).unsqueeze(-1) * _inverse_rms(wide_v))
     return _weighted(outputs, torch.softmax(torch.cat(logits, -1), -1))
 
 
@@ -283,16 +286,16 @@ def normed_depth_attention(outputs: Sequence[Tensor], query: Tensor) -> Tensor:
     queries = query.view(-1, query.shape[-1]) * query.shape[-1] ** -0.5
     logits = []
     for v, scale in zip(outputs, scales):
-        a = wide(v)
-        logits.append(F.linear(a, queries.to(a.dtype)) * scale)  # (…, queries)
-    # The weights of the outputs v_i themselves: a_i times v_i's inverse root mean square.
+        wide_v = wide(v)
+        logits.append(F.linear(wide_v, queries.to(wide_v.dtype)) * scale)  # (…, queries)
+    # Since a_i v̂_i = (a_i·scale_i) v_i, the outputs v_i themselves are summed with these shares.
     shares = torch.softmax(torch.stack(logits, -1), -1) * torch.cat(scales, -1).unsqueeze(-2)
     read = [_weighted(outputs, shares[..., i, :]) for i in range(len(queries))]
     return read[0] if query.dim() == 1 else torch.stack(read)
 
 
 def _weighted(outputs: Sequence[Tensor], shares: Tensor) -> Tensor:
-    """Returns Σ_i shares_i v_i."""
+    """Returns Σ_i shares_i v_i for outputs v_i (…, d) and shares (…, number of outputs)."""
     shares = shares.to(outputs[0].dtype)
     total = outputs[0] * shares[..., :1]
     for i, v in enumerate(outputs[1:], 1):

@@ -20,7 +20,7 @@ def saves_by_hooks() -> bool:
 
 
 def is_second_run() -> bool:
-    """True inside a backward pass."""
+    """True inside a backward pass, where activation checkpointing runs a forward for the second time."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -44,7 +44,7 @@ class RecomputedStatistics:
         self._runs: dict[torch.Size, list[_Run]] = {}
         self._found: dict[torch.Size, Tensor] = {}  # the number of look-ups of each run
         self._shapes: list[torch.Size] = []  # the shapes in the order of the forwards
-        self._backward, self._finds = -1, 0
+        self._backward, self._finds = -1, 0  # the last backward pass that called `find`, and its number of calls
 
     def add(self, x: Tensor, mask: Tensor | None, stats: Tensor) -> None:
         """Keeps a forward's mask and statistics."""
@@ -69,7 +69,7 @@ class RecomputedStatistics:
         runs = self._runs.get(x.shape, [])
         if not runs or self._found[x.shape].device != x.device:
             return None
-        backward = torch._C._current_graph_task_id()  # another number for each backward pass
+        backward = torch._C._current_graph_task_id()  # every backward pass has another number
         self._finds = self._finds + 1 if backward == self._backward else 1
         self._backward = backward
         if self._finds > LIMIT:
@@ -79,7 +79,7 @@ class RecomputedStatistics:
             )
         if len(runs) == 1:
             return runs[0].mask, runs[0].stats
-        distance = (torch.stack([run.sums for run in runs]) - _sums(x)).abs().amax(-1)
+        distance = (torch.stack([run.sums for run in runs]) - _sums(x)).abs().amax(-1)  # (number of runs,)
         if any(_is_same(run.mask, mask) for run in runs):  # then runs with another mask cannot be the first run
             for i, run in enumerate(runs):
                 if not _is_same(run.mask, mask):

@@ -16,12 +16,13 @@ def rotated(x: tuple[Tensor, ...], theta: float, padding: Tensor | None = None) 
     frequencies = theta ** (-torch.arange(half, dtype=torch.float64, device=device) / half)
     if padding is None:
         positions = torch.arange(length, device=device)
-    else:  # the number of real tokens before each one; padding before the first gets 0
+    else:  # each real token's position is the number of those before it; padding before the first gets 0
         positions = ((~padding).cumsum(-1) - 1).clamp_min(0).unsqueeze(1)
     angles = positions.to(torch.float64).unsqueeze(-1) * frequencies
     cos, sin = angles.cos().to(wide), angles.sin().to(wide)  # (T, d_head/2), or (B, 1, T, d_head/2)
 
     def turned(rows: Tensor) -> Tensor:
+        """Returns (B, heads, T, d_head) with each pair of elements turned by its angle."""
         first, second = rows[..., :half], rows[..., half:]
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(rows.dtype)
 

@@ -123,11 +123,11 @@ class RunningNorm(Steered, Typed):
         self.elementwise_affine = elementwise_affine
         for parameter in self.declared.parameters:
             is_affine, is_bias = parameter.shape == "width", parameter.name.endswith("bias")
-            # Single numbers, such as RepBN's share, are learned in any case.
+            # `elementwise_affine` does not concern single numbers, such as RepBN's share, which are always learned.
             is_learned = (elementwise_affine or not is_affine) and (bias or not is_bias)
             size = parameter.size(num_features)
             p = nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if is_learned else None
-            self.register_parameter(parameter.name, p)
+            self.register_parameter(parameter.name, p)  # None: the attribute exists, but nothing is learned
         statistics_dtype = torch.float64 if (dtype or torch.get_default_dtype()) == torch.float64 else torch.float32
         for buffer in self.declared.buffers:
             buffer_dtype = torch.int64 if buffer.is_counter else statistics_dtype
@@ -141,6 +141,7 @@ class RunningNorm(Steered, Typed):
         self.remember_copies()
 
     def steering(self) -> Steering:
+        # Training moves the weight and all buffers. Without a learned weight, nothing would show averaging.
         buffers = (getattr(self, buffer.name) for buffer in self.declared.buffers)
         return [(self.weight, buffer) for buffer in buffers if self.weight is not None]
 
@@ -224,7 +225,7 @@ class RunningNorm(Steered, Typed):
             return self.completed(y, x, mask)
         if self.refused.device != x.device and not is_compiling:
             self._move_refused(x.device)
-        # None: refused batches are not counted
+        # With None, refused batches are not counted.
         refused = self.refused if self.refused.device == x.device and not is_exporting else None
         first_run = None  # (mask, statistics) of the forward that checkpointing repeats now
         if self.training and not is_compiling and is_second_run():
@@ -243,7 +244,8 @@ class RunningNorm(Steered, Typed):
         return self.completed(y, x, mask)
 
     def counted_out(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Returns the mask of the positions that are left out of the statistics; None if there are none."""
+        """Returns the mask of the positions that are left out of the statistics; None if there are none. `mask`: True
+        at padding."""
         return mask
 
     def completed(self, y: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -251,7 +253,7 @@ class RunningNorm(Steered, Typed):
         return y
 
     def hidden(self, mask: Tensor | None) -> Tensor | None:
-        """Returns the mask of the positions where y is 0; None if there are none."""
+        """Returns the mask of the positions where y is 0; None if there are none. `mask`: True at padding."""
         return mask
 
     def refused_batches(self) -> int:
@@ -272,6 +274,7 @@ class RunningNorm(Steered, Typed):
         return self
 
     def _move_refused(self, device: torch.device) -> None:
+        """Moves `refused`, which module.to() does not find, because it is not a buffer."""
         before = self.refused
         self.refused = torch.zeros_like(before, device=device)
         if not before.is_meta and not self.refused.is_meta:
@@ -437,8 +440,8 @@ def check_alpha(name: str, alpha: float) -> float:
 
 
 def check_sizes(name: str, sizes: Any) -> tuple[int, ...]:
-    """Returns one size, or several, as a tuple. Errors: TypeError for a size that is no whole number; InputError for a
-    negative one, and if there is none."""
+    """Returns one size, or several, as a tuple. `name`: the argument, for messages. Errors: TypeError for a size that
+    is no whole number; InputError for a negative one, and if there is none."""
     is_several = isinstance(sizes, Iterable) and not isinstance(sizes, str) and not hasattr(sizes, "__index__")
     checked = []
     for size in sizes if is_several else [sizes]:
@@ -454,11 +457,12 @@ def check_sizes(name: str, sizes: Any) -> tuple[int, ...]:
 
 
 def check_width(name: str, width: Any) -> int:
-    """Returns the width of a norm over the last dimension alone, given as a number or as a sequence of one."""
-    found = check_sizes(name, width)
-    if len(found) > 1:
-        raise InputError(f"{name} must be one width, as this norm is over the last dimension alone; got {found}")
-    return found[0]
+    """Returns the width of a norm over the last dimension alone, given as a number or as a sequence of one. `name`: the
+    argument, for messages."""
+    widths = check_sizes(name, width)
+    if len(widths) > 1:
+        raise InputError(f"{name} must be one width, as this norm is over the last dimension alone; got {widths}")
+    return widths[0]
 
 
 def check_eps(eps: float | None, is_positive: bool = False) -> None:
@@ -468,7 +472,8 @@ def check_eps(eps: float | None, is_positive: bool = False) -> None:
 
 
 def over_rows(norm: nn.Module, x: Any, padding_mask: Tensor | None = None) -> Tensor:
-    """Applies the norm to a nested tensor (jagged layout). Such a tensor holds no padding."""
+    """Applies the norm to a nested tensor x (jagged layout), which holds no padding. Errors: InputError for another
+    layout, for holes, for a jagged last dimension, and for a `padding_mask`."""
     if x.layout != torch.jagged:
         raise InputError(
             "nested tensors must have torch.jagged layout, got torch.strided: make x with layout=torch.jagged"
