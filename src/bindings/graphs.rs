@@ -86,6 +86,7 @@ impl GraphPool {
 }
 
 impl Recorder for CudaGraphs {
+    /// Records the work as a CUDA graph. The work is captured, not executed; a replay executes it.
     fn record(&mut self, work: Work) -> Result<Box<dyn Replay>> {
         let shared = match &mut self.shared {
             Some(shared) => shared,
@@ -116,6 +117,7 @@ impl CudaGraph {
     }
 }
 
+/// Converts an exception of torch to this crate's error.
 fn failed(error: PyErr) -> Error {
     Error::Torch(error.to_string())
 }

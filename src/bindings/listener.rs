@@ -69,9 +69,10 @@ impl Watch for Listener {
         let row_of = |m: &ParameterMatrix| {
             (weight.data_ptr() as usize).checked_sub(m.address).map(|offset| offset / m.bytes_of_row.max(1))
         };
+        // An address beyond the last row belongs to another tensor.
         let found = self.matrices.iter().find_map(|m| row_of(m).filter(|row| *row < m.rows).map(|row| (&m.name, row)));
-        let Some((name, row)) = found else { return Ok(()) };
-        self.tell("product", name, row, vec![x.shallow_clone(), y.shallow_clone()])
+        let Some((name, first_row)) = found else { return Ok(()) };
+        self.tell("product", name, first_row, vec![x.shallow_clone(), y.shallow_clone()])
     }
 
     fn norm(&self, name: &str, y: &Tensor) -> Result<()> {

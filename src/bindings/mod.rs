@@ -25,6 +25,7 @@ import_exception!(normformer_rs.errors, DivergedError);
 import_exception!(normformer_rs.errors, Interrupted);
 
 impl From<Error> for PyErr {
+    /// Returns the exception for an error: an own class for each kind that users may want to catch.
     fn from(e: Error) -> PyErr {
         // If a Python exception caused the error, that exception is returned itself.
         if let Error::Raised(_) | Error::Torch(_) = &e {

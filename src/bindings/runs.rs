@@ -176,6 +176,7 @@ fn generate(
     }
 }
 
+/// Converts a completion to the tuple that Python gets.
 fn text_tuple(run::Completion { text, log_probability, tokens, finished }: run::Completion) -> Text {
     (text, log_probability, tokens, finished)
 }

@@ -125,6 +125,7 @@ struct PySchedule(train::Schedule);
 #[pymethods]
 impl PySchedule {
     #[new]
+    /// Builds the schedule of the training options (JSON); some rates depend on the model's width.
     fn new(training: &str, d_model: i64) -> PyResult<Self> {
         let training: TrainingConfig = config::from_json("training", training)?;
         training.validate()?;

@@ -247,6 +247,7 @@ impl TransformerConfig {
         }
     }
 
+    /// Returns the name of the encoder's norm; in a model without an encoder, of the norm that it would have.
     pub fn encoder_norm(&self) -> &str {
         self.encoder_norm.as_ref().unwrap_or(&self.norm).as_str()
     }

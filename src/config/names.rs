@@ -160,6 +160,7 @@ impl<'de> Deserialize<'de> for NormName {
 
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> std::result::Result<NormName, A::Error> {
                 let given = GivenNorm::deserialize(MapAccessDeserializer::new(map))?;
+                // A user's norm must not hide one of the package's.
                 if norm::names().any(|name| name == given.name) {
                     let why = format!("norm {:?}: the name is one of this package's: give it another", given.name);
                     return Err(serde::de::Error::custom(why));

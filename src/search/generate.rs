@@ -87,6 +87,7 @@ struct PartialText {
 }
 
 impl PartialText {
+    /// Begins a text with EOS and the prompt. None of its tokens is in the cache yet.
     fn new(prompt: &Prompt, config: &GenerationConfig) -> Self {
         let tokens = [&[EOS], prompt.tokens].concat();
         PartialText {
@@ -209,6 +210,7 @@ struct Reader<'a> {
 type Next = Vec<(usize, Vec<f64>)>;
 
 impl<'a> Reader<'a> {
+    /// Builds a reader with an empty cache. `kind` is the type of matrix products.
     fn new(model: &'a Transformer, kind: Kind, is_cached: bool) -> Self {
         let (cache, slots) = (StackCache::default(), Vec::new());
         Reader { model, ctx: Context::evaluation(kind), is_cached, cache, slots }

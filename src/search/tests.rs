@@ -50,6 +50,7 @@ fn mask() -> Tensor {
     Tensor::from_slice(&(0..V).map(|id| (EOS..9).contains(&id)).collect::<Vec<bool>>())
 }
 
+/// Translates sentences in one batch, in float64.
 fn run(
     model: &Transformer,
     sentences: &[&[i64]],

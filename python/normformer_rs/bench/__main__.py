@@ -10,6 +10,7 @@ from . import gpu
 
 
 def main() -> None:
+    """Measures the sections that the command line names, each in its own process or, with --here, in this one."""
     parser = argparse.ArgumentParser(prog="python -m normformer_rs.bench", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     raw, listed = argparse.RawDescriptionHelpFormatter, "sections, in their order:\n"

@@ -44,6 +44,7 @@ def tests(figures: Figures, folder: Path, device: str) -> None:
     threads = str(max(1, (os.cpu_count() or 1) // len(SUITES)))
 
     def run(suite: str) -> tuple[int, Path]:
+        """Runs a suite. Returns pytest's exit status and the log's path."""
         log = figures.folder / f"{Path(suite).stem}.log"
         return pytest(folder / suite, device, log, OMP_NUM_THREADS=threads), log
 

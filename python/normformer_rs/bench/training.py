@@ -134,6 +134,7 @@ def compare(figures: Figures) -> None:
     rates = {row["what"]: float(row["value"]) for row in figures.rows() if row["unit"] == RATE}
 
     def ratio(what: str, others: Iterable[str], bar: float | None = None) -> None:
+        """Adds our rate over the best of the others' rates; `bar` is the ratio that it should reach."""
         known = [rates[other] for other in others if other in rates]
         if OURS in rates and known:
             figures.add("training", what, rates[OURS] / max(known), "times", bar)
@@ -194,6 +195,7 @@ def batches(device: str, count: int) -> list[tuple[Tensor, Tensor, Tensor, int]]
             continue
         rows = [[SPECIAL + word for word in s] for s in group]
 
+        # The default binds the width of this turn of the loop.
         def padded(rows: list[list[int]], width: int = width) -> Tensor:
             return torch.tensor([row + [PAD] * (width - len(row)) for row in rows], device=device)
 

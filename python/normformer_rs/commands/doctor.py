@@ -18,6 +18,7 @@ def parser() -> Command:
 
 
 def _doctor(args: argparse.Namespace) -> None:
+    """Prints facts about the installation, then advice, one line for each."""
     text.check_writable(text.STANDARD)
     print(versions.report())
     print(f"compiled for this Python: {', '.join(_cores())}")

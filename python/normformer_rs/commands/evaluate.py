@@ -38,6 +38,7 @@ def parser() -> Command:
 
 
 def _run(args: argparse.Namespace) -> None:
+    """Prints BLEU of --hypothesis, and the perplexity of --model, if they are given."""
     if args.hypothesis is None and args.model is None:
         raise InputError("evaluate needs --hypothesis FILE (for BLEU), --model DIR (for perplexity), or both")
     is_windowed = args.window is not None or args.stride is not None

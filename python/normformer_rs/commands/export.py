@@ -19,6 +19,7 @@ def parser() -> Command:
 
 
 def _run(args: argparse.Namespace) -> None:
+    """Writes the model's folder for Hugging Face."""
     check_model(args.model, args.checkpoint)
     from ..formats.huggingface import to_huggingface
 

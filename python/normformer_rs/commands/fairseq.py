@@ -29,6 +29,7 @@ def parser() -> Command:
 
 
 def _run(args: argparse.Namespace) -> None:
+    """Runs a command of fairseq in this process."""
     check(args.command, args.arguments)
     text.check_writable(text.STANDARD)  # because fairseq prints and logs to standard output
     sys.argv = [f"{PROG} fairseq", args.command, *args.arguments]

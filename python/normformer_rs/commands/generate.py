@@ -38,6 +38,7 @@ def parser() -> Command:
 
 
 def _run(args: argparse.Namespace) -> None:
+    """Continues the prompts. On standard output texts are shown while they grow; a file gets them at the end."""
     if not 1 <= args.max_tokens < 2**31:
         raise InputError(f"max_tokens must lie in [1, 2147483648); got {args.max_tokens}")
     text.check_writable(args.output)

@@ -95,6 +95,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message, f"{self.prog} --help lists the {'commands' if self._takes_command else 'options'}")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses the words after the program's name. Errors: UsageError if some are left over."""
         parsed, extra = self.parse_known_args(args, namespace)
         if extra:
             parser = getattr(parsed, "parser", self)  # cli.py stores the parser of the command that was called
@@ -103,6 +104,8 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses as argparse does, after fairseq's aliases are replaced and unknown options refused. Options may be
+        written with underscores."""
         self.add_options()
         args = sys.argv[1:] if args is None else list(args)
         # Only the words before "--", or before the name of a command, are this parser's options.

@@ -27,6 +27,7 @@ def parser() -> Command:
 
 
 def _run(args: argparse.Namespace) -> None:
+    """Writes each --field of the records into the --output in the same place."""
     if len(args.field) != len(args.output):
         raise InputError(
             f"{len(args.field)} times --field and {len(args.output)} times --output; expected one --output for each "

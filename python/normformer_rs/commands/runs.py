@@ -22,6 +22,7 @@ def average_parser() -> Command:
 
 
 def _average(args: argparse.Namespace) -> None:
+    """Averages checkpoints and prints the path of the average."""
     text.check_writable(text.STANDARD)
     check_average(args.model, args.last, args.updates)
     from ..loop.translation import average
@@ -43,6 +44,7 @@ def plot_parser() -> Command:
 
 
 def _plot(args: argparse.Namespace) -> None:
+    """Draws the runs and prints the picture's path."""
     text.check_writable(text.STANDARD)
     from ..loop.history import plot
 
@@ -69,6 +71,7 @@ def convert_parser() -> Command:
 
 
 def _convert(args: argparse.Namespace) -> None:
+    """Converts a fairseq checkpoint to a run's folder, or a run to a fairseq checkpoint."""
     if args.origin.endswith(".pt") == args.to.endswith(".pt"):
         raise InputError(f"one of --from and --to must be a .pt of fairseq; got {args.origin} and {args.to}")
     if Path(args.to).exists():

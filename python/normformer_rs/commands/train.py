@@ -77,6 +77,7 @@ class Plan(NamedTuple):
 
 
 def _run(args: argparse.Namespace) -> None:
+    """Trains the model that the command line describes, or with --dry-run prints the size of the run."""
     plan = plan_of(args)
     if args.dry_run:
         text.check_writable(text.STANDARD)

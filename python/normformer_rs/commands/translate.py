@@ -33,6 +33,7 @@ def parser() -> Command:
 
 
 def _run(args: argparse.Namespace) -> None:
+    """Translates --input or --data-bin, and writes the translations."""
     if not 1 <= args.max_tokens < 2**31:
         raise InputError(f"max_tokens must lie in [1, 2147483648); got {args.max_tokens}")
     text.check_writable(args.output)

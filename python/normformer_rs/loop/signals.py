@@ -27,11 +27,12 @@ class _Stops:
         """The number of the outermost stack frames that do not belong to the block of `as_ctrl_c`."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handles a signal that arrives while `frame` runs."""
         self.count += 1
         if self.count == 2:  # probably a launcher has repeated the first signal
             return
         self.requested_by = signal.Signals(number).name
-        if self.count == 1:
+        if self.count == 1:  # only the first signal waits; a third one raises at once
             if self.held:  # `ask` raises the exception later
                 return
             importer = _importer(frame, self.outside)

@@ -131,6 +131,7 @@ def _titled(axis: Any, title: str, label: str) -> None:
 
 
 def _loss(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
+    """Draws the losses of training and validation. Several runs differ by colour, and each has its name at its end."""
     _titled(axis, "loss", "nats per token, smoothed")
     if len(runs) == 1:
         history, evaluations = runs[0], runs[0].evaluations
@@ -148,12 +149,14 @@ def _loss(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
 
 
 def _bleu(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
+    """Draws BLEU of each run's evaluations; higher is better."""
     _titled(axis, "validation BLEU", "BLEU")
     _from_zero(axis, [run.evaluations.bleu for run in runs])
     _evaluated(axis, runs, names, "bleu", np.nanargmax, ".2f")
 
 
 def _perplexity(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
+    """Draws the perplexity of each run's evaluations; lower is better."""
     _titled(axis, "validation perplexity", "e^nats per token")
     _logarithmic(axis, [run.evaluations.perplexity for run in runs])
     _evaluated(axis, runs, names, "perplexity", np.nanargmin, ".4g")
@@ -179,6 +182,7 @@ def _evaluated(axis: Any, runs: "Sequence[History]", names: Sequence[str], field
 
 
 def _grad_norm(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
+    """Draws the gradient norm at each update, as a running mean if there are several runs."""
     _titled(axis, "gradient norm", "‖g‖ before clipping")
     _logarithmic(axis, [run.grad_norm for run in runs])
     parts = 25 if len(runs) > _MANY else 100  # fewer parts make smoother lines
@@ -186,6 +190,7 @@ def _grad_norm(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> No
 
 
 def _rate(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
+    """Draws the learning rate at each update."""
     _titled(axis, "learning rate", "learning rate")
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
     _from_zero(axis, [run.lr for run in runs])

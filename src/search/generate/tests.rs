@@ -37,6 +37,7 @@ fn model(options: &str) -> Transformer {
     Transformer::with_parameters(&config, &weights).unwrap()
 }
 
+/// Builds settings from JSON; `context` is the window's length.
 fn config(options: &str, context: i64) -> GenerationConfig {
     GenerationConfig::of(&from_json("generation", options).unwrap(), context).unwrap()
 }
@@ -52,6 +53,7 @@ fn given(prompts: &[Vec<i64>]) -> Vec<Prompt<'_>> {
     prompts.iter().map(|tokens| Prompt { tokens, sample: 0 }).collect()
 }
 
+/// Generates texts with a cache, or by reading each window again at every step.
 fn run(model: &Transformer, prompts: &[Prompt], config: &GenerationConfig, is_cached: bool) -> Vec<Generation> {
     let reader = &mut Reader::new(model, Kind::Double, is_cached);
     continue_texts(reader, prompts, Some(&allowed()), config, &mut |_, _, _| Ok(()), &mut || Ok(())).unwrap()
