@@ -38,6 +38,9 @@ PYO3_KNOWS = (3, 13)
 """The newest Python whose full C API pyo3 0.24 supports; for later versions it uses the stable ABI."""
 
 
+# pip calls the public functions below by these names and arguments (PEP 517 and 660).
+
+
 def get_requires_for_build_wheel(config_settings=None):
     """Returns torch if the environment has none. Exits, before pip downloads anything, if the build cannot work."""
     _check_machine()
@@ -49,6 +52,7 @@ get_requires_for_build_editable = get_requires_for_build_wheel
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    """Builds a wheel in `wheel_directory`, and returns its name."""
     _prepare()
     # A wheel is compiled once. Incremental compilation saves time only in later builds, and costs an eighth of the
     # crate's processor time.
@@ -58,9 +62,10 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
 
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+    """Builds an editable wheel in `wheel_directory`, and returns its name."""
     _prepare()
     wheel = _maturin().build_editable(wheel_directory, config_settings, metadata_directory)
-    # After a build with the stable ABI: give the extension module the usual file name.
+    # A build with the stable ABI names the extension module in another way. It gets the usual name.
     core = ROOT / "python" / "normformer_rs" / "_core.abi3.so"
     if core.exists():
         core.replace(core.with_name(f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"))
@@ -255,6 +260,7 @@ def _headers(target: Path) -> Path:
 
 
 def _link(link: Path, folder: Path) -> Path:
+    """Makes `link` a symbolic link to the folder, in place of an older one, and returns it."""
     link.unlink(missing_ok=True)
     link.symlink_to(folder, target_is_directory=True)
     return link
@@ -263,7 +269,7 @@ def _link(link: Path, folder: Path) -> Path:
 def _cargo(arguments: list[str]) -> None:
     """Replaces this process by cargo, in the environment of a build by pip, so that both share compiled code."""
     _prepare()
-    # maturin sets the same values. With others, cargo would compile pyo3 and its dependents again.
+    # maturin sets the same values. With different ones, cargo would compile pyo3 and its dependents again.
     os.environ["PYO3_PYTHON"] = str(Path(sys.executable).with_name("python3"))
     os.environ["PYO3_ENVIRONMENT_SIGNATURE"] = "cpython-{}.{}-64bit".format(*sys.version_info)
     os.execvp("cargo", ["cargo", *(_compiled_torch_sys() if arguments[:1] == ["test"] else []), *arguments])

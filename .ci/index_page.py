@@ -17,7 +17,8 @@ pip install normformer_rs --find-links PAGE"""
 
 
 def page(releases: Path, address: str) -> str:
-    """The page as HTML; a link's fragment is the hash that pip checks after the download."""
+    """Returns the page as HTML, with a link to each file. A link's fragment is the hash that pip checks after the
+    download. `releases` has a folder for each tag; `address` is the address of these folders."""
     files = sorted(path for path in releases.glob("*/*") if path.name.endswith(PACKAGES))
     if not files:
         raise SystemExit(f"{releases} holds no TAG/*.whl and no TAG/*.tar.gz: expected the files of a release")
@@ -27,7 +28,8 @@ def page(releases: Path, address: str) -> str:
 
 
 def _link(path: Path, address: str) -> str:
-    # A plus sign, as in a version of one's own, has to be escaped: some servers read it as a space.
+    """Returns the link to a file as HTML."""
+    # A plus sign, which the version of a private build may have, is escaped, because some servers read it as a space.
     url = f"{address.rstrip('/')}/{quote(path.parent.name)}/{quote(path.name)}"
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return f'<a href="{html.escape(url)}#sha256={digest}">{html.escape(path.name)}</a>'

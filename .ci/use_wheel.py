@@ -12,6 +12,7 @@ from normformer_rs.surgery import swap_norms
 
 
 def main() -> None:
+    """Checks the versions, swaps the norms of a model, and makes one update. Errors: AssertionError."""
     expected, torch_version = sys.argv[1:]
     assert version("normformer_rs") == expected == nfrs.__version__, (version("normformer_rs"), nfrs.__version__)
     assert Path(nfrs.__file__).is_relative_to(sys.prefix), f"{nfrs.__file__} is not the installed package"

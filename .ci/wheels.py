@@ -27,10 +27,11 @@ PROVIDED = {
     *("libc10.so", "libc10_cuda.so", "libgomp.so.1", "libtorch.so", "libtorch_cpu.so", "libtorch_cuda.so"),
     "libtorch_python.so",
 }
-"""Libraries that the torch wheel brings: they lie beside the extension and do not count for its platform tag."""
+"""The libraries that the torch wheel brings. They do not count for the platform tag of this package's wheel."""
 
 
 def main() -> None:
+    """Builds the wheels that the command line names, and uses each of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pythons", nargs="+", metavar="PYTHON", help="an interpreter, such as python3.12")
     parser.add_argument(
@@ -66,25 +67,26 @@ def main() -> None:
 
 
 def torch_requirement(version: str) -> str:
-    """2.11.0 → torch==2.11.0; 2.11 → torch==2.11.*"""
+    """Returns the requirement for pip: 2.11.0 → torch==2.11.0; 2.11 → torch==2.11.*"""
     return f"torch=={version}" if version.count(".") > 1 else f"torch=={version}.*"
 
 
 def environment(python: str, folder: Path, *install: str | Path) -> Path:
-    """A new virtual environment with these installed; its folder of programs."""
+    """Makes a new virtual environment with the packages `install`, and returns its folder of programs."""
     run(python, "-m", "venv", folder)
     run(folder / "bin" / "pip", "install", "--quiet", *install)
     return folder / "bin"
 
 
 def names(bin: Path) -> str:
-    """The environment's Python and torch: cp312-torch2.11.0"""
+    """Returns the environment's Python and torch, such as cp312-torch2.11.0."""
     program = "import sys; from importlib.metadata import version; v = sys.version_info; "
     program += "print(f'cp{v[0]}{v[1]}-torch{version(\"torch\")}')"
     return run(bin / "python", "-c", program, capture=True).strip()
 
 
 def build_sdist(bin: Path, output: Path) -> Path:
+    """Builds the sdist in the folder `output`, and returns its path."""
     with tempfile.TemporaryDirectory() as folder:
         run(bin / "maturin", "sdist", "--out", folder, cwd=ROOT)
         (sdist,) = Path(folder).glob("*.tar.gz")
@@ -92,9 +94,10 @@ def build_sdist(bin: Path, output: Path) -> Path:
 
 
 def build_wheel(bin: Path, sdist: Path, folder: Path) -> Path:
-    """The wheel of the sdist for the environment's Python and torch, as maturin makes it.
+    """Builds the wheel of the sdist for the environment's Python and torch, and returns its path.
 
-    Products of the compiler stay in target/wheels. The source lies there too: cargo knows a package by its path.
+    Products of the compiler stay in target/wheels for the next build. The source lies there, too, because cargo
+    recognises a package by its path.
     """
     products = ROOT / "target" / "wheels" / names(bin)
     source = products / "source"
@@ -113,13 +116,14 @@ def build_wheel(bin: Path, sdist: Path, folder: Path) -> Path:
 
 
 def audit(bin: Path, wheel: Path) -> dict:
-    """auditwheel's report. It finds no libraries, so that only the extension's own symbols count."""
+    """Returns auditwheel's report. auditwheel gets an empty folder of libraries, so that only the extension's own
+    symbols count."""
     with tempfile.TemporaryDirectory() as nowhere:
         return json.loads(run(bin / "auditwheel", "show", "--json", "--ldpaths", nowhere, wheel, capture=True))
 
 
 def platform_tag(report: dict) -> str:
-    """The oldest platform whose symbols suffice, such as manylinux_2_34_x86_64, from auditwheel's report."""
+    """Returns the oldest platform whose symbols suffice, such as manylinux_2_34_x86_64, from auditwheel's report."""
     foreign = sorted(set(report["external_libs"]) - PROVIDED)
     if foreign:
         raise SystemExit(f"{report['wheel']} needs {', '.join(foreign)}, which torch does not bring: expected none")
@@ -130,14 +134,16 @@ def platform_tag(report: dict) -> str:
 
 
 def _by_number(platform: str) -> list[int]:
-    """manylinux_2_34_x86_64 → [2, 34]"""
+    """Returns the version in a platform's tag: manylinux_2_34_x86_64 → [2, 34]"""
     return [int(part) for part in platform.split("_")[1:3]]
 
 
 def combined(wheels: list[Path], tag: str, platform: str, output: Path) -> Path:
-    """One wheel out of those of several torches, which are equal but for their core.
+    """Joins the wheels of several torches into one in the folder `output`, and returns its path. The wheels are equal
+    but for their core.
 
-    Each core gets its torch into its name. A core's path to libtorch is relative and fits any environment.
+    In the joined wheel a core's name contains its torch. A core's path to libtorch is relative and fits any
+    environment.
     """
     contents = [_content(wheel) for wheel in wheels]
     minors = [built_against(files) for files in contents]
@@ -150,8 +156,8 @@ def combined(wheels: list[Path], tag: str, platform: str, output: Path) -> Path:
     files = {path: data for path, data in first.items() if not _CORE.fullmatch(path)}
     for (major, minor), content in by_minor.items():
         for path, data in content.items():
-            if told := _CORE.fullmatch(path):
-                files[f"{told[1]}-torch{major}.{minor}{told[2]}"] = data
+            if core := _CORE.fullmatch(path):
+                files[f"{core[1]}-torch{major}.{minor}{core[2]}"] = data
             elif path != info + "RECORD" and files.get(path) != data:
                 raise SystemExit(f"{path} differs between the wheels of torch {minors[0]} and {major}.{minor}")
     metadata = _replace(files[info + "METADATA"].decode(), r"Requires-Dist: torch\b[^-_;]*", _required(list(by_minor)))
@@ -175,31 +181,33 @@ def combined(wheels: list[Path], tag: str, platform: str, output: Path) -> Path:
 
 
 _CORE = re.compile(r"(normformer_rs/_core)(\.[\w.-]*so)")
+"""Matches the path of the extension module in a wheel: its name, and its ending."""
 
 
 def _content(wheel: Path) -> dict[str, bytes]:
+    """Returns the content of a wheel's files by their paths."""
     with zipfile.ZipFile(wheel) as archive:
         return {entry.filename: archive.read(entry) for entry in archive.infolist() if not entry.is_dir()}
 
 
 def _required(minors: list[tuple[int, int]]) -> str:
-    """The line of the metadata that asks for one of these torches: torch>=2.11,<2.14,!=2.12.*"""
+    """Returns the line of the metadata that requires one of these torches: torch>=2.11,<2.14,!=2.12.*"""
     (major, lowest), (_, highest) = minors[0], minors[-1]
     missing = [f",!={major}.{minor}.*" for minor in range(lowest, highest) if (major, minor) not in minors]
     return f"Requires-Dist: torch>={major}.{lowest},<{major}.{highest + 1}{''.join(missing)}"
 
 
 def built_against(files: dict[str, bytes]) -> tuple[int, int]:
-    """The minor version of torch that the wheel's extension says it was built against."""
+    """Returns the minor version of torch that the wheel's extension says it was built against."""
     extensions = [data for name, data in files.items() if _CORE.fullmatch(name)]
-    said = [re.search(rb"normformer_rs is built against torch (\d+)\.(\d+)", data) for data in extensions]
-    if len(said) != 1 or said[0] is None:
+    statements = [re.search(rb"normformer_rs is built against torch (\d+)\.(\d+)", data) for data in extensions]
+    if len(statements) != 1 or statements[0] is None:
         raise SystemExit(f"expected one extension that says its torch, found {len(extensions)}: {sorted(files)[:9]}")
-    return int(said[0][1]), int(said[0][2])
+    return int(statements[0][1]), int(statements[0][2])
 
 
 def _replace(text: str, line: str, by: str) -> str:
-    """The metadata with its one line that matches replaced."""
+    """Returns the metadata with `by` in place of its one line that the pattern `line` matches."""
     head, blank, body = text.partition("\n\n")  # README follows the metadata
     head, count = re.subn(rf"^{line}$", by, head, flags=re.M)
     if count != 1:
@@ -216,7 +224,8 @@ def use(bin: Path, wheel: Path, torch: str, folder: Path) -> None:
 
 
 def run(*command: str | Path, capture: bool = False, cwd: Path | None = None, env: dict | None = None) -> str:
-    """Runs a command; its failure ends the program with the command's own status."""
+    """Runs a command and returns its output, which is "" without `capture`. If the command fails, the program ends with
+    the same status."""
     done = subprocess.run(
         list(map(str, command)), stdout=subprocess.PIPE if capture else None, text=True, cwd=cwd, env=env, check=False
     )

@@ -43,29 +43,29 @@ def pages() -> dict[str, str]:
 
 def public(name: str) -> list[str]:
     """Returns a module's public names: those in `__all__`, or else all names without underscore that it defines."""
-    home = importlib.import_module(name)
-    own = [n for n, value in vars(home).items() if n[0] != "_" and getattr(value, "__module__", "") == name]
-    return [n for n in getattr(home, "__all__", own) if not n.startswith("__")]
+    imported = importlib.import_module(name)
+    own = [n for n, value in vars(imported).items() if n[0] != "_" and getattr(value, "__module__", "") == name]
+    return [n for n in getattr(imported, "__all__", own) if not n.startswith("__")]
 
 
 def module(name: str) -> str:
     """Returns the page of a module."""
-    home = importlib.import_module(name)
+    imported = importlib.import_module(name)
     names = sorted(public(name), key=lambda n: (not n[0].isupper(), n.lower()))
-    parts = [f"# {name}", document(inspect.getdoc(home) or ""), _summary(home, names)]
+    parts = [f"# {name}", document(inspect.getdoc(imported) or ""), _summary(imported, names)]
     shown: dict[str, str] = {}  # the examples on the page so far, and the name beside which each is shown
-    for entry in names:
-        value = getattr(home, entry)
+    for public_name in names:
+        value = getattr(imported, public_name)
         if inspect.ismodule(value):
-            parts.append(f"## {entry}\n\nA module: [`{value.__name__}`]({value.__name__}.md).")
+            parts.append(f"## {public_name}\n\nA module: [`{value.__name__}`]({value.__name__}.md).")
         else:
-            code = examples.of_names().get(f"{name}.{entry}", "")
+            code = examples.of_names().get(f"{name}.{public_name}", "")
             example = f"**Example**\n\n{examples.shown(code)}" if code and code not in shown else ""
             if code in shown:
                 example = f"[An example](#{shown[code].lower()}) stands beside {shown[code]}."
             elif code:
-                shown[code] = entry
-            parts += _entry(entry, value, example)
+                shown[code] = public_name
+            parts += _entry(public_name, value, example)
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -82,7 +82,9 @@ def _summary(home: ModuleType, names: list[str]) -> str:
 
 
 _OPENING = re.compile(r"(.+?(?<!\bal)\.)(?: |$)", re.S)
+"""Matches a paragraph's first sentence. The full stop of "et al." does not end it."""
 _EQUATION = re.compile(r"[A-Za-z\u0370-\u03ff]\S* = .*[⊙√²‖·(]|softmax\(")
+"""Matches the beginning of a sentence that is an equation."""
 
 
 def _opening(text: str) -> tuple[str, str]:
@@ -100,7 +102,7 @@ def _drawn(sentence: str) -> str:
     clauses = head.split(", ")
     # Try to draw all clauses, then one less, and so on.
     for count in range(len(clauses), 0, -1):
-        drawn = equations.render(", ".join(clauses[:count]))
+        drawn = equations.render(", ".join(clauses[:count]))  # <code> if it is no equation
         if "<math" in drawn:
             return drawn + _marked("".join(f", {clause}" for clause in clauses[count:]) + mark + tail)
     return _marked(sentence)
@@ -136,6 +138,7 @@ _MODULE_METHODS = {
 }  # fmt: skip
 """Methods of the package's torch modules that are for users. Other methods of modules are internal."""
 _INTERNAL = {"Trainer.warn", "Part.moves", "Part.norms"}
+"""Methods of other classes that are internal, although their names have no underscore."""
 
 
 def is_for_users(kind: type, name: str) -> bool:
@@ -159,6 +162,7 @@ def methods(kind: type) -> dict[str, Any]:
 
 
 def _methods(kind: type) -> Iterator[str]:
+    """Yields the parts that a module's page has for the methods and properties of a class."""
     for name, value in methods(kind).items():
         yield f"### {kind.__name__}.{name}"
         yield links.source(value)
@@ -207,6 +211,7 @@ def operators() -> str:
 
 
 def _wrapped(schema: str) -> str:
+    """Returns an operator's schema in lines of at most 88 characters."""
     begin, _, rest = schema.partition("(")
     arguments, arrow, result = rest.rpartition(") -> ")
     return textwrap.fill(begin + "(" + arguments + arrow + result, 88, subsequent_indent="    ", break_long_words=False)

@@ -37,7 +37,7 @@ class Argument(NamedTuple):
 
 
 def of(value: Any) -> list[Argument]:
-    """Returns the arguments of a callable, without `self`."""
+    """Returns the arguments of a callable, without `self`. Those that it takes as `**keywords` stand before these."""
     meanings = _meanings(value)
     found = []
     for p in parameters(value):
@@ -52,8 +52,8 @@ def of(value: Any) -> list[Argument]:
 
 def rows(value: Any) -> str:
     """Returns the arguments as a table without empty columns; "" if there are none."""
-    found = [(f"`{a.name}`", _code(a.type), _code(a.default), escape(a.what)) for a in of(value)]
-    columns = [column for column in zip(HEAD, *found) if not found or any(column[1:])]
+    lines = [(f"`{a.name}`", _code(a.type), _code(a.default), escape(a.what)) for a in of(value)]
+    columns = [column for column in zip(HEAD, *lines) if not lines or any(column[1:])]  # column[0] is the heading
     head, *cells = zip(*columns)
     return table(head, cells)
 
@@ -99,6 +99,7 @@ def fields(kind: type) -> dict[str, str]:
 
 
 _SECTION = re.compile(r"^(?:Args|Attributes):[ \n](.*(?:\n(?: {4}.*)?)*)", re.M)
+"""Matches the section of a docstring that lists arguments or attributes; the group is its text without the head."""
 _NAMES = re.compile(r"(?:^ {0,4}|(?<=[.] ))((?:\*{0,2}[a-z]\w*, )*\*{0,2}[a-z]\w*):\s", re.M)
 """Matches the names at the beginning of an entry in such a section: `name: ` or `name, other: `."""
 
@@ -189,4 +190,5 @@ def _sentence(document: str, name: str) -> str:
 
 
 def _code(text: str) -> str:
+    """Returns the text as code in Markdown; "" for an empty text."""
     return f"`{text}`" if text else ""

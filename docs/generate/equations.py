@@ -15,7 +15,9 @@ FUNCTIONS = re.compile(
 _SUPER = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ᵗᵀ′", "0123456789+−tT′"))
 _SUB = dict(zip("₀₁₂₃₄₅₆₇₈₉ₖₜ", "0123456789kt"))
 _OPERATORS = "=+−-·⊙×←≤≥<>∈∝,;:…/"
+# The sign that closes each opening one.
 _OPEN = {"(": ")", "[": "]", "{": "}", "⟨": "⟩", "⌊": "⌋"}
+# Code, white space, a raised or lowered sign, a number, a word or letter with its accents, any other character.
 _TOKEN = re.compile(
     rf"`[^`]+`|\s+|[{''.join(_SUPER)}{''.join(_SUB)}⅓½]|\d+(?:,\d{{3}})*(?:\.\d+)?(?:e-?\d+)?"
     r"|(?:[A-Za-z]+(?:'[a-z])?|[^\W\d_])[\u0300-\u036f]*|."
@@ -57,16 +59,16 @@ def _runs(line: str) -> list[str]:
         parts.append(html.escape("".join(tail)))
         formula.clear()
 
-    depth = at = 0
-    while at < len(tokens):
-        token, previous = tokens[at], tokens[at - 1] if at else " "
+    depth = position = 0  # the number of open parentheses, and of the tokens that were read
+    while position < len(tokens):
+        token, previous = tokens[position], tokens[position - 1] if position else " "
         # The number of tokens in a remark that begins here.
-        aside = _aside(tokens[at:]) if depth == 0 and token == "(" and previous.isspace() else 0
+        aside = _aside(tokens[position:]) if depth == 0 and token == "(" and previous.isspace() else 0
         depth += (token in _OPEN) - (token in _OPEN.values())
         if aside:
             depth = 0
             close()
-            remark = "".join(map(_text, tokens[at : at + aside]))
+            remark = "".join(map(_text, tokens[position : position + aside]))
             parts.append(re.sub(r"\*(\w+)\*", r"<em>\1</em>", remark))
         elif depth == 0 and previous not in "_^" and _is_prose(token):
             close()
@@ -74,12 +76,12 @@ def _runs(line: str) -> list[str]:
         elif depth == 0 and re.match(r"\s{2,}", token):
             close()
             parts.append('<span class="gap"></span>')
-        elif depth == 0 and token in ",;" and tokens[at + 1 : at + 2] and tokens[at + 1].isspace():
+        elif depth == 0 and token in ",;" and tokens[position + 1 : position + 2] and tokens[position + 1].isspace():
             formula.append(token)
             close()  # a line may be broken here
         else:
             formula.append(token)
-        at += aside or 1
+        position += aside or 1
     close()
     return parts
 
@@ -95,10 +97,12 @@ def _aside(tokens: list[str]) -> int:
 
 
 def _text(token: str) -> str:
+    """Returns a token of prose as HTML; text in backticks becomes code."""
     return f"<code>{html.escape(token[1:-1])}</code>" if token.startswith("`") else html.escape(token)
 
 
 def _tokens(line: str) -> list[str]:
+    """Returns the tokens of a line, which together are the whole line."""
     return [match.group() for match in _TOKEN.finditer(unicodedata.normalize("NFC", line))]
 
 
@@ -115,18 +119,23 @@ class _Parser:
     """A parser that reads the tokens of one formula from left to right, and returns MathML."""
 
     def __init__(self, tokens: list[str]) -> None:
-        self.tokens, self.at, self.is_small = tokens, 0, False
+        self.tokens = tokens
+        self.at = 0  # the number of the next token
+        self.is_small = False  # True within a subscript or superscript
 
     def whole(self) -> str:
+        """Returns the formula as MathML. Errors: _Unreadable if it cannot be parsed."""
         found = self.row(None)
         if self.at != len(self.tokens):
             raise _Unreadable
         return found
 
     def peek(self) -> str | None:
+        """Returns the next token without reading it; None at the end."""
         return self.tokens[self.at] if self.at < len(self.tokens) else None
 
     def take(self) -> str:
+        """Reads the next token and returns it. Errors: _Unreadable at the end."""
         token = self.peek()
         if token is None:
             raise _Unreadable
@@ -192,6 +201,7 @@ class _Parser:
         return found
 
     def group(self, opened: str) -> str:
+        """Returns a group, whose opening sign `opened` was just read, with its parentheses. Braces are not shown."""
         inside = self.row(_OPEN[opened])
         self.take()
         if opened == "{":
@@ -236,6 +246,7 @@ class _Parser:
 
 
 def _scripted(base: str, below: str, above: str) -> str:
+    """Returns a symbol with its subscript and superscript; "" stands for none."""
     if below and above:
         return f"<msubsup>{base}<mrow>{below}</mrow><mrow>{above}</mrow></msubsup>"
     if below:
@@ -250,6 +261,7 @@ def _bare(item: str) -> str:
 
 
 def _symbol(token: str) -> str:
+    """Returns a letter with its accent, a differential, a function's name or a word, as MathML."""
     decomposed = unicodedata.normalize("NFD", token)
     letter, marks = decomposed[0], decomposed[1:2]
     if marks and unicodedata.combining(marks):
@@ -266,6 +278,7 @@ def _symbol(token: str) -> str:
 
 
 def _character(text: str) -> str:
+    """Returns a number, a sign or a letter as MathML."""
     return f"<mn>{text}</mn>" if text[0].isdigit() else f"<mo>{text}</mo>" if text in "+−′" else f"<mi>{text}</mi>"
 
 

@@ -64,6 +64,7 @@ def _binaries(name: str) -> str:
 
 
 def _range(numbers: list[int]) -> str:
+    """Returns the least and the largest number as text."""
     return f"{min(numbers)} to {max(numbers)}"
 
 
@@ -72,3 +73,4 @@ _MAKERS: dict[str, Callable[[str], str]] = {
     "norms": _norms,
     "binaries": _binaries,
 }
+"""The functions that make the tables, by the MAKER of a mark. Each gets the mark's NAME."""

@@ -18,6 +18,7 @@ NOTES = spec.ROOT / "docs" / "notes.md"
 KINDS = {"norms": "Norms", "residuals": "Residual schemes"}
 _CHOOSERS = {"norm", "encoder_norm", "decoder_norm", "residual", "init"}
 """Options that choose a norm, a scheme or an initialisation. The page of a single norm or scheme omits them."""
+# The numbers of encoder and decoder layers, and the table in benches/results of the runs with that depth.
 _DEPTHS = (("18+18", "brn-table1-18-here"), ("50+50", "brn-table1-50-here"))
 
 
@@ -34,6 +35,7 @@ def pages(folder: Path) -> dict[str, str]:
 
 
 def _index(kind: str, title: str, entries: list[dict[str, Any]]) -> str:
+    """Returns the page that lists all norms or all schemes. `entries` are their entries in Rust's tables."""
     rows = [(f"[`{e['name']}`]({e['name']}.md)", equations.render(e["equation"]), e["source"]) for e in entries]
     option = "norm" if kind == "norms" else "residual"
     about = f'`--{option} NAME` on the command line, `{option}="NAME"` in Python. [Names](../names.md) has the'
@@ -51,9 +53,11 @@ def overview(page: str) -> str:
     homes = links.homes()
 
     def section(match: re.Match[str]) -> str:
+        """Returns a section of the page with its table changed."""
         title, text = match[1], match[2]
 
         def row(cells: re.Match[str]) -> str:
+            """Returns the first two cells of a row, name and definition, with anchor, link and drawn equation."""
             name, definition = cells[1], cells[2]
             anchor = f'<a id="{_ANCHORS.get(title, "")}{name}"></a>' if " " not in name else ""
             has_page = title in KINDS.values()
@@ -67,6 +71,7 @@ def overview(page: str) -> str:
 
 
 def _head(entry: dict[str, Any]) -> list[str]:
+    """Returns the parts with which the page of a norm or scheme begins: definition, papers, comparisons."""
     parts = [f"# `{entry['name']}`", f'<div class="equation">{equations.render(entry["equation"])}</div>']
     found = spec.papers(entry["source"], entry["name"])
     parts.append(f"Source: {_with_code(entry['source'])}." + "".join(f"\n\n- {_linked(paper)}" for paper in found))
@@ -85,7 +90,8 @@ def comparisons(name: str) -> str:
 
 
 def _compared(row: dict[str, Any]) -> str:
-    is_version = "." in row["commit"]
+    """Returns a sentence about one comparison, which is a row of benches/results/authors.csv."""
+    is_version = "." in row["commit"]  # a commit has no dot
     where = f"version {row['commit']}" if is_version else f"commit {row['commit'][:7]}"
     sizes = ", ".join(f"{what} {row[what]}" for what in ("outputs", "gradients") if row[what])
     largest = f". Largest differences: {sizes}" if sizes else ""
@@ -110,6 +116,7 @@ def _linked(paper: str) -> str:
 
 
 def _specification(name: str) -> list[str]:
+    """Returns the section of docs/spec.md about a name, with a heading and a link; an empty list if there is none."""
     found = spec.section(name)
     if found is None:
         return []
@@ -154,6 +161,7 @@ def option_table(fields: list[config.Field]) -> str:
 
 
 def _type(field: config.Field) -> str:
+    """Returns an option's type as text, or the values that it may have."""
     kind = ", ".join(f"`{choice}`" for choice in field.choices) or field.kind
     return kind + (", or none" if field.optional else "")
 
@@ -164,6 +172,8 @@ def _escaped(text: str) -> str:
 
 
 def _norm(entry: dict[str, Any], folder: Path) -> str:
+    """Returns the page of a norm, from its entry in Rust's tables. `folder` is not used; `_residual` has the same
+    arguments."""
     name, module = entry["name"], entry["module"]
     more = f"{_MORE[name]}\n" if name in _MORE else ""
     call = f"nfnn.{module}(64)" if module in nfnn.__all__ else f'nfnn.norm_class("{name}")(64)'
@@ -200,11 +210,14 @@ print(nfrs.swap_norms(model, "{name}"))
 
 
 def _shape(shape: str | list[int | str]) -> str:
+    """Returns the shape of a parameter as text, where d is the norm's width. `shape` is a list of sides or the name of
+    a shape."""
     if not isinstance(shape, str):
         return f"({', '.join('d' if side == 'width' else str(side) for side in shape)})"
     return {"one": "(1,)", "width": "(d,)", "column": "(1, d, 1, 1)"}[shape]
 
 
+# A last line of the example, for names that need a call besides the swap.
 _MORE = {
     "admin": "nfnn.profile(model, torch.randn(2, 5, 64))  # once, before training: sets ω",
     "prepbn": "nfnn.set_num_updates(model, 1000)       # t; an optimizer of torch moves it by itself",
@@ -214,6 +227,8 @@ _MORE = {
 
 
 def _residual(entry: dict[str, Any], folder: Path) -> str:
+    """Returns the page of a residual scheme, from its entry in Rust's tables. Its picture is written to
+    `folder`/images."""
     name = entry["name"]
     more = f"{_MORE[name]}\n" if name in _MORE else ""
     code = f"""\

@@ -82,6 +82,7 @@ def executed(script: Path) -> Any:
 
 
 def _tags(cell: Any) -> dict[str, Any]:
+    """Returns those metadata of a cell that are kept: its tags."""
     return {key: value for key, value in cell.metadata.items() if key == "tags"}
 
 
@@ -151,6 +152,8 @@ def page(path: Path, folder: Path) -> str:
 
 
 def _outputs(outputs: list[Any], name: str, folder: Path) -> Iterator[str]:
+    """Yields the outputs of a cell as Markdown: pictures and tables first, then all text in one block. Pictures are
+    written to `folder`/images, with names that begin with `name`."""
     text = ""
     for index, output in enumerate(outputs):
         if output.output_type == "stream":
@@ -200,4 +203,5 @@ def alike(cell: Any) -> list[tuple[str, str]]:
 
 
 def _number_or_space(match: re.Match[str]) -> str:
+    """Returns "#" in place of numbers, a space in place of white space."""
     return "#" if match[0].strip() else " "

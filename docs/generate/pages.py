@@ -89,6 +89,7 @@ def write(output: Path) -> dict[str, str]:
 
 
 def _sources() -> list[str]:
+    """Returns the paths of all handwritten pages."""
     return [*WRITTEN, *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 
 
@@ -128,6 +129,7 @@ def _order(name: str) -> tuple[int, Any]:
 
 
 def _title(name: str, text: str) -> str:
+    """Returns the heading of the page `name`. Errors: ValueError if it has none."""
     match = re.search(r"^# (.+)$", text, re.M)
     if match is None:
         raise ValueError(f"{name} has no heading")
@@ -151,6 +153,7 @@ def _moved(source: str, folder: Path) -> str:
     text = re.sub(r"(?m)^( *```\w+) (\S+)$", r'\1 title="\2"', text)
 
     def link(match: re.Match[str]) -> str:
+        """Returns a link with its target in the site. A picture is copied there."""
         target, _, anchor = match[2].partition("#")
         inside = _ABSOLUTE.fullmatch(target)
         if not target or ("://" in target and not inside):

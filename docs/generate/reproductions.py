@@ -20,15 +20,17 @@ def entries(page: str, folder: Path) -> str:
 
 
 def _entry(entry: Reproduction, folder: Path) -> str:
+    """Returns the section about a reproduction: claim, source, scales, and the tables and pictures of measured
+    scales."""
     parts = [f"### {entry.name}", f"{entry.title}. {entry.claim} Source: {entry.source}."]
-    rows = [(scale, len(found.rows), found.about) for scale, found in entry.scales.items()]
+    rows = [(scale, len(declared.rows), declared.about) for scale, declared in entry.scales.items()]
     parts.append(markdown(("scale", "runs", "recipe"), rows))
-    for scale, found in entry.scales.items():
+    for scale, declared in entry.scales.items():
         results = Results(entry, scale, RESULTS)
         if not results.measured:
             continue
         parts += [f"Measured at scale {scale} ({SCALES[scale].partition(';')[0]}):",
-                  markdown(*table(results, found.shown))]  # fmt: skip
+                  markdown(*table(results, declared.shown))]  # fmt: skip
         if (picture := results.path(".png")).exists():
             (folder / "images").mkdir(parents=True, exist_ok=True)
             shutil.copy(picture, folder / "images" / picture.name)

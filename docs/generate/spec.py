@@ -10,6 +10,7 @@ SPEC = ROOT / "docs" / "spec.md"
 
 @cache
 def text() -> str:
+    """Returns the text of docs/spec.md."""
     return SPEC.read_text(encoding="utf-8")
 
 

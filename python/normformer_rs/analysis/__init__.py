@@ -199,6 +199,7 @@ def _hooks(name: str, seen: dict[str, _Forward]) -> tuple[Callable[..., None], C
 
     @torch.no_grad()
     def before(norm: RunningNorm, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        """Stores copies of the norm's inputs and of its running statistics."""
         if is_second_run():  # a second run, for activation checkpointing
             return
         given = given | dict(zip(("x", "padding_mask"), args))  # arguments by position get their names
@@ -213,6 +214,7 @@ def _hooks(name: str, seen: dict[str, _Forward]) -> tuple[Callable[..., None], C
         seen[name] = _Forward(x, mask, weight, mean, square, norm.eps)
 
     def after(_norm: RunningNorm, _args: tuple[Any, ...], y: Tensor) -> None:
+        """Asks torch to store the gradient of the output in backward."""
         forward = seen.get(name)
         if forward is not None and y.requires_grad:
             y.register_hook(forward.differentiated)

@@ -218,14 +218,17 @@ def _of_blocks(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], NDA
         logits = [0.0]  # one number, in a list that the hook `ended` can write to
 
         def entered(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            """Stores the size of the first block's input."""
             # A pass begins: nothing was found yet, or a whole pass was. A shared first block also runs later in a pass.
             if len(found) in (0, len(blocks) + 1):
                 found[:] = [_size(args or tuple(kwargs.values()))]
 
         def left(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            """Stores the size of a block's output."""
             found.append(_size(output))
 
         def ended(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            """Stores the size of the model's output."""
             logits[0] = _size(getattr(output, "logits", output))
 
         handles = [blocks[0].register_forward_pre_hook(entered, with_kwargs=True), model.register_forward_hook(ended)]

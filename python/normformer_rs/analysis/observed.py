@@ -92,6 +92,7 @@ def _number(loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Returns `loss` with gradients enabled and its result checked."""
 
     def checked(logits: Tensor) -> Tensor:
+        """Returns the loss. Errors: InputError if it is not one number with a gradient."""
         with torch.enable_grad():
             value = loss(logits)
         if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad:

@@ -55,6 +55,7 @@ def allow_dataclass_defaults() -> None:
 
     @functools.wraps(original)
     def get_field(cls: type, name: str, *rest: Any) -> Any:
+        """Runs the original function, with a hash for the default's type if fairseq or hydra declares it."""
         default = cls.__dict__.get(name)
         if isinstance(default, dataclasses.Field):  # written as field(default=…)
             default = default.default
@@ -117,6 +118,7 @@ def allow_checkpoints() -> None:
 
     @functools.wraps(load)
     def load_checkpoint_to_cpu(*arguments: Any, **options: Any) -> Any:
+        """Adds the types again, then runs fairseq's own function."""
         torch.serialization.add_safe_globals(SAFE)
         return load(*arguments, **options)
 

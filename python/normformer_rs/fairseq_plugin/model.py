@@ -164,6 +164,7 @@ class _Side(Stack):
         numbers = {layer: i for i, layer in enumerate(self._modules["layers"].children())}  # type: ignore[union-attr]
 
         def call(layer: Any, x: Tensor, **travelling: Any) -> Any:
+            """Runs one layer; with --checkpoint-activations backward computes it again."""
             if self.cfg.checkpoint_activations and self.training:
                 return checkpoint(layer, x, *sights(numbers[layer]), use_reentrant=False, **travelling)
             return layer(x, *sights(numbers[layer]), **travelling)
@@ -362,7 +363,7 @@ class _Model:
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        # The flags have no defaults here, so that `shape` can see which flags were given, and set the others.
+        # Without defaults here, `shape` can see which flags were given, and set the others.
         gen_parser_from_dataclass(parser, cls.options(), delete_default=True)
 
     @classmethod

@@ -93,6 +93,7 @@ class RowAttention(MultiheadAttention):
     makes inside; these may add tensors to `kept`."""
 
     def forward(self, query: Tensor, sight: Sight, kept: KeptTensors) -> Tensor:  # type: ignore[override]
+        """Returns the attention's output (N, d) for the rows of queries (N, d). `sight` holds the keys and values."""
         query = self._change("input", query, sight.pad_mask, kept)
         if self.is_apart:
             inputs = zip(INPUTS, query if self.reads_apart else (query, query, query))
@@ -148,6 +149,7 @@ class Packed:
         return self.rows.pad_mask
 
     def attend(self, attention: RowAttention, query: Tensor, kept: KeptTensors) -> Tensor:
+        """As `Sight.attend`; the kernel computes it for all sentences at once."""
         if self.memory is None or self.memory_rows is None:
             (q, k, v), keys = attention.project(query, "qkv", kept), self.rows
         else:
@@ -169,6 +171,7 @@ class Watched:
     """The attention weights (B, heads, T, S), which `attend` sets."""
 
     def attend(self, attention: RowAttention, query: Tensor, kept: KeptTensors) -> Tensor:
+        """As `Sight.attend`; the weights are computed a second time, because the kernel does not return them."""
         rows, memory, keys = self.at.rows, self.at.memory, self.at.memory_rows
         assert memory is not None and keys is not None
         (q,), (k,) = attention.project(query, "q", kept), attention.project(memory, "k", kept)
@@ -201,6 +204,7 @@ class Step:
     """The attention weights (B, heads, 1, S), which `attend` sets."""
 
     def attend(self, attention: RowAttention, query: Tensor, kept: KeptTensors) -> Tensor:
+        """As `Sight.attend`, for one query of each sentence."""
         # unsqueeze(-2) adds the dimension of time, which has the newest token alone.
         if self.memory is None:
             q, k, v = attention.project(query.unsqueeze(-2), "qkv", kept)

@@ -124,6 +124,8 @@ class ValDecay(_Schedule):
         self.is_resumed = False
 
     def step(self, epoch: int, val_loss: float | None = None) -> float:
+        """Passes the result of a validation to the schedule. A higher result is better there, so a loss changes its
+        sign."""
         super().step(epoch, val_loss)
         if val_loss is not None:
             self.schedule.evaluated(self.made, val_loss if self.cfg.maximize_best_checkpoint_metric else -val_loss)

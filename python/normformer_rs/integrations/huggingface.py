@@ -56,7 +56,7 @@ class NormCallback(transformers.TrainerCallback):
         return callback
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, optimizer: Any, **_: Any) -> None:
-        self._end()
+        self._end()  # an earlier training may have ended with an error
         self._norms = {}
         if self.profile:
             self._ends.append(profile_at_first_forward(model))
@@ -77,6 +77,7 @@ class NormCallback(transformers.TrainerCallback):
         if "loss" in logs:
             values = (gain_values(model) if self.log else {}) | self._norms
             logs.update(values)
+            # The Trainer has already appended a copy of the logs to the history.
             state.log_history[-1].update(values)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -42,7 +42,7 @@ class NormCallback(pytorch.Callback):
         """The functions that undo what `on_train_start` has set up."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._end()
+        self._end()  # an earlier training may not have ended
         self._norms = {}
         if self.profile:
             self._ends.append(profile_at_first_forward(pl_module))

@@ -46,6 +46,7 @@ class Fact(NamedTuple):
 
 
 def _matches(patterns: str, name: str) -> bool:
+    """Returns True if the name matches one of the patterns, which are joined with |."""
     return any(fnmatchcase(name, pattern) for pattern in patterns.split("|"))
 
 

@@ -40,6 +40,7 @@ def parser() -> Command:
 
 
 def _run(args: argparse.Namespace) -> None:
+    """Makes the reproductions that the command line names."""
     text.check_writable(text.STANDARD)
     from . import command
 

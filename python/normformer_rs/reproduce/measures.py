@@ -155,6 +155,7 @@ def statistics(runs: Runs, run: Run, scale: Scale) -> Measured:
         return Measured({"distance": "", "gradient": "", "bleu_valid": ""})
 
     def late_mean(kind: str) -> float:
+        """Returns the mean over the second half of the run, of all series of the kind "distance" or "gradient"."""
         halves = [values[len(values) // 2 :] for name, values in series.items() if name.startswith(f"{kind}-")]
         return float(f"{np.mean([np.mean(half) for half in halves]):.4g}")
 
@@ -173,6 +174,7 @@ def layers(runs: Runs, run: Run, scale: Scale) -> Measured:
     series = {name: numbers for name, numbers in observed.items() if not name.startswith("size-")}
 
     def mean(kind: str) -> float:
+        """Returns the mean of all numbers in the series of a kind."""
         numbers = [number for name, values in series.items() if name.startswith(kind) for number in values]
         return round(float(np.mean(numbers)), 4)
 

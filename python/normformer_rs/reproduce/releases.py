@@ -158,10 +158,12 @@ def _make_iwslt14(raw: Raw, folder: Path, workers: int) -> None:
     languages = ("de", "en")
 
     def training_lines(language: str) -> Iterator[str]:
+        """Yields the sentences of the talks, without the lines and the tags that hold no speech."""
         lines = raw.lines(f"train.tags.de-en.{language}")
         return (_TAGS.sub("", line) for line in lines if not any(tag in line for tag in _NO_TEXT))
 
     def test_lines(language: str) -> Iterator[str]:
+        """Yields the sentences of all test sets, which are joined to one."""
         for name in _IWSLT14_TESTS:
             yield from moses.segments(raw.lines(f"IWSLT14.{name}.de-en.{language}.xml"))
 
