@@ -104,7 +104,7 @@ pub fn zeros(rule: &dyn Rule, p: &Tensor, kind: Kind) -> Result<Vec<Tensor>> {
 }
 
 /// Applies one step to a single matrix or vector `p`, with the rule that the options name. `state` has the tensors that
-/// [`Rule::state`] lists, and is updated.
+/// `Rule::state` lists, and is updated.
 pub fn step(config: &TrainingConfig, p: &mut Tensor, gradient: &Tensor, state: &mut [Tensor], lr: f64) -> Result<()> {
     let rule = rule_of(config).ok_or_else(|| Error::invalid("optimizer = \"adam\" is no rule for one parameter"))?;
     let expected = rule.state(&p.size());
