@@ -52,13 +52,17 @@ class RepBN(BatchNorm, norm="repbn", beside=("share", "start")):
         super().__init__(num_features, eps, alpha, device=device, dtype=dtype, **settings)
 
     def steering(self) -> Steering:
-        owner = self.share if self.weight is None else self.weight  # an update that moves the statistics moves it
+        # Every update that moves the statistics also moves this parameter.
+        owner = self.share if self.weight is None else self.weight
         return [(owner, getattr(self, buffer.name)) for buffer in self.declared.buffers]
 
     def _normed(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
-        return super()._normed(wide(x) if x.is_floating_point() else x, padding_mask).to(x.dtype).contiguous()
+        # In f32 the sum in `completed` is rounded only once. Integers stay, so that the operator refuses them.
+        wide_x = wide(x) if x.is_floating_point() else x
+        return super()._normed(wide_x, padding_mask).to(x.dtype).contiguous()
 
     def completed(self, y: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Returns y + η·x, where y is BatchNorm's result and x counts as 0 at padding."""
         share = used(self.share, self.numbers_of["share"])
         assert share is not None
         return y + share.to(x.dtype) * hidden(x, mask)
@@ -113,7 +117,7 @@ class PRepBN(
         super().__init__(num_features, eps, alpha, start, device=device, dtype=dtype, **settings)
         if row == "rmsnorm":
             self.row_bias = None
-        self.begins = warm + 1
+        self.begins = warm + 1  # 1 − λ begins to grow after the warm-up
         self.grow(Growth(steps), self.share.device)
 
     def reset_parameters(self) -> None:
@@ -137,6 +141,7 @@ class PRepBN(
         return warming.contiguous() if mask is None else mask | warming
 
     def completed(self, y: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Returns λ·R(x) + (1 − λ)·RepBN(x) in training and RepBN(x) in evaluation; 0 at padding."""
         y = super().completed(y, x, mask)
         rep_bn_share = self.grown() if self.training else None  # 1 − λ
         if rep_bn_share is None:
@@ -150,11 +155,13 @@ class PRepBN(
         declared, affine = DECLARED[self.row], [used(getattr(self, name), self.numbers_of[name]) for name in names]
         if torch.compiler.is_exporting():
             options = declared.as_floats(eps=self.eps)
+            # An RMSNorm of the table has a weight alone.
             return composed_norm(x, affine[: len(declared.parameters)], options, self.row)
+        # The operator returns (y, statistics for the backward pass).
         y: Tensor = getattr(OPS, declared.operator or "")(x, *affine, self.eps)[0]
         return y
 
 
 def hidden(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Returns x with zeros at padding."""
+    """Returns x with zeros where the mask, in x's leading shape, is True; x itself without a mask."""
     return x if mask is None else x.masked_fill(mask.unsqueeze(-1), 0.0)

@@ -48,7 +48,7 @@ def _running_signature(entry: Mapping[str, Any]) -> inspect.Signature:
 
 
 def _parameters(arguments: _Arguments, kind: Any) -> list[inspect.Parameter]:
-    """Returns a signature's parameters. `kind`: whether they are positional or by keyword."""
+    """Returns a signature's parameters. `kind`: inspect's constant for parameters by position or by keyword."""
     return [
         inspect.Parameter(name, kind, default=default, annotation=annotation)
         for name, (annotation, default) in arguments.items()
@@ -62,7 +62,7 @@ def _signature(parameters: list[inspect.Parameter]) -> inspect.Signature:
 
 
 def _option(option: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Returns (type, default)."""
+    """Returns (type, default) of an option of a norm's entry."""
     if "choices" in option:
         return Literal[tuple(option["choices"])], option["default"]
     kind = _KINDS[option["kind"]]
@@ -70,7 +70,7 @@ def _option(option: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def doc(entry: Mapping[str, Any]) -> str:
-    """Returns the class's docstring."""
+    """Returns the docstring of an entry's class."""
     like = "PowerNormV" if entry["form"] == "columns" else "LayerNorm"
     return f"{entry['equation']}; source: {entry['source']}. Arguments, shapes, dtypes and errors are {like}'s."
 
@@ -85,7 +85,7 @@ def build(entry: Mapping[str, Any]) -> type[RowNorm | RunningNorm]:
         bound = constructor.bind(self, *arguments, **options)
         bound.apply_defaults()
         del bound.arguments["self"]
-        # The norm's own options, which the base class does not take, become attributes.
+        # Options that the base class does not take become attributes first, because its constructor reads them.
         for name in [name for name in bound.arguments if name not in base_arguments]:
             setattr(self, name, bound.arguments.pop(name))
         base.__init__(self, **bound.arguments)

@@ -63,5 +63,6 @@ def world(device: str) -> Rank | None:
 
 
 def _leave() -> None:
+    """Leaves the group at the end of the process, if there still is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

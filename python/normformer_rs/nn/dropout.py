@@ -27,6 +27,7 @@ class Draw:
     def __call__(self, p: float) -> Where:
         """Returns the next mask in the form that operators get: rate, seed and site."""
         if p > 0 and self.seed is None:
+            # Masks of one forward share the seed, three random numbers, and differ by their site.
             self.seed = torch.randint(2**63 - 1, (3,), device=self.device)
         self.sites += 1
         return p, self.seed if p > 0 else None, self.sites
@@ -41,15 +42,18 @@ class Draw:
             return x, where
         if is_run_again() and not self.is_kept:  # the backward graph must read this seed, not draw another
             self.seed, self.is_kept = OPS.kept_seed(self.seed), True
-        a, cols = wide(x), x.shape[-1]
+        wide_x, cols = wide(x), x.shape[-1]
         mask = OPS.dropout_mask(self.seed, x.numel() // max(cols, 1), cols, p, site)
-        return (a * mask.view(x.shape).to(a.dtype)).to(x.dtype), (0.0, None, site)
+        return (wide_x * mask.view(x.shape).to(wide_x.dtype)).to(x.dtype), (0.0, None, site)
 
 
 def drop(x: Tensor, where: Where) -> Tensor:
-    """Returns x after dropout, as the residual step 0 + drop(x) of a stream of zeros."""
+    """Returns x after the dropout that `where` describes, as the residual step 0 + drop(x) of a stream of zeros."""
     _, seed, _ = where
-    return x if seed is None else OPS.residual(torch.zeros_like(x), x, None, None, None, None, 0.0, *where)[0]
+    if seed is None:
+        return x
+    no_gains, no_norm = (None, None), (None, None, 0.0)  # α and β; weight, bias and an ε that nothing reads
+    return OPS.residual(torch.zeros_like(x), x, *no_gains, *no_norm, *where)[0]
 
 
 def is_transformed() -> bool:
@@ -111,7 +115,8 @@ _has_budget._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _kept_seed_in_graph(mode: Any, seed: Tensor) -> Any:
-    """Makes `kept_seed` a node that the partitioner must save."""
+    """Makes `kept_seed` a node that the partitioner must save. `mode`: the tracing mode, which has the graph's
+    tracer."""
     from torch.fx.experimental.proxy_tensor import get_proxy_slot, track_tensor_tree
     from torch.utils.checkpoint import CheckpointPolicy
 

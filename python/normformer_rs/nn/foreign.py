@@ -63,7 +63,8 @@ def place_layers(layers: nn.Module | Iterable[nn.Module], *, init: bool) -> None
     """
     entries = _checked([*_entries(layers)], init)
     first, n = entries[0], len(entries)
-    numbers = {layer: entries.index(layer) for layer in dict.fromkeys(entries)}  # a shared layer has its first number
+    # A shared layer gets the first of its numbers.
+    numbers = {layer: entries.index(layer) for layer in dict.fromkeys(entries)}
     config, stack = first.place.config.replace(**_depths(first, n)), first.place.stack
     places = [Place(config, stack, i) for i in numbers.values()]
     place, draws = places[0], init and not first.keeps_torchs_values
@@ -89,7 +90,8 @@ def place_layers(layers: nn.Module | Iterable[nn.Module], *, init: bool) -> None
 
 
 def _checked(entries: list[Any], init: bool) -> list[Any]:
-    """Checks the entries and returns them. Errors: InputError if they are not the layers of one stack."""
+    """Checks the entries and returns them. `init`: as in `place_layers`. Errors: InputError if they are not the layers
+    of one stack."""
     if not entries:
         raise InputError("place_layers needs the layers of a stack; got none")
     first, n = entries[0], len(entries)
@@ -145,6 +147,7 @@ def _template(layer: Any) -> TransformerConfig:
 def draw_xavier(model: nn.Module) -> None:
     """Initialises a model's matrices as in torch.nn.Transformer, Xavier uniform, except for a scheme's own
     parameters and the layers that have a scheme's values."""
+    # `kept` has these layers and all modules in them.
     kept = {part for layer in model.modules() if _has_schemes_values(layer) for part in layer.modules()}
     drawn = (m for m in model.modules() if m not in kept and not getattr(m, "has_own_values", False))
     # `fromkeys` draws a shared parameter once.
@@ -154,12 +157,13 @@ def draw_xavier(model: nn.Module) -> None:
 
 
 def _has_schemes_values(module: nn.Module) -> bool:
+    """True for a layer of this package whose matrices have the initial values of its scheme's initialisation."""
     return isinstance(module, Placeable) and not module.keeps_torchs_values
 
 
 def refusal(place: Place, placed: str | None, draws: bool) -> str | None:
-    """Returns the reason why a layer may not run outside a stack of this package; None if it may. `draws`: True if
-    its initial values are the scheme's."""
+    """Returns the reason why a layer may not run outside a stack of this package; None if it may. `placed`: the source
+    of its place, as in `Placeable`. `draws`: True if its initial values are the scheme's."""
     is_single_layer = placed == "arguments" and place.depth == 1
     if not is_single_layer:
         # Without a place the layer counts as number 0 of 1, where parts between layers would not show.
@@ -179,6 +183,7 @@ def refusal(place: Place, placed: str | None, draws: bool) -> str | None:
 
 
 def _between_layers(place: Place) -> str:
+    """Returns the message for a layer whose scheme works between layers."""
     return (
         f'residual "{place.config.residual}" works between layers, too, which a layer cannot do by itself: put it into '
         "normformer_rs.nn's stack (TransformerEncoder, TransformerDecoder); of a single layer, say so by its depth, "
@@ -202,7 +207,7 @@ def asks(config: TransformerConfig, stack: str, draws: bool, only: int | None = 
     """Returns "the depth" or "the layer's number and the depth" if the layer's computation depends on them, or, with
     `draws`, its initial values do; otherwise None. `only`: the number of the one sublayer to check."""
     alone, first = _of_depth(config, stack, 1), _of_depth(config, stack, _DEPTH)
-    # in a mixture, the layers may differ only at a greater depth than _DEPTH
+    # The layers of a mixture may differ only at a depth above _DEPTH.
     is_mixture = "," in str(config.residual) or config.residual == "mix-ln"
     by_layer = first.declared.growth is not None and first.declared.growth.by_layer
     description = _described(first, only)
@@ -218,7 +223,7 @@ def asks(config: TransformerConfig, stack: str, draws: bool, only: int | None = 
 
 @functools.lru_cache(maxsize=256)
 def _of_depth(config: TransformerConfig, stack: str, depth: int) -> Place:
-    """Returns the first layer's place in such a stack of a model of that depth."""
+    """Returns the first layer's place in the "encoder" or "decoder" of a model whose stacks have `depth` layers."""
     names = ("encoder_layers", "decoder_layers") if config.architecture == "encoder-decoder" else ("decoder_layers",)
     return Place(config.replace(**dict.fromkeys(names, depth)), stack)
 
@@ -250,7 +255,8 @@ def _first_values(place: Place) -> list[Any]:
         for sublayer, matrices in enumerate(roles_of_sublayers):
             for roles in matrices:
                 torch.default_generator.manual_seed(0)  # torch.manual_seed would seed every GPU, too
-                weight = torch.empty(3 * len(roles), 3, dtype=torch.float64, device="cpu")  # 3 rows for each role
+                # A small matrix, with 3 rows for each role, is enough to tell initialisations apart.
+                weight = torch.empty(3 * len(roles), 3, dtype=torch.float64, device="cpu")
                 _core.draw_linear(weight, roles, *where, sublayer)
                 values.append(weight.tolist())
     return values

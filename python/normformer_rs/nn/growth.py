@@ -13,7 +13,7 @@ OPS = torch.ops.normformer_rs
 
 
 def alpha(growth: Growth, t: Tensor, layer: int) -> Tensor:
-    """Returns α_t, (1,), in a layer counted from 0."""
+    """Returns α_t, (1,), for the update number t, (1,) int64, in a layer counted from 0."""
     steps = growth.steps * (layer + 1) if growth.by_layer else growth.steps
     if records_core():
         return growth_now(t, steps, growth.curve)

@@ -35,10 +35,10 @@ class LayerNorm(RowNorm, norm="layernorm"):
     """
 
     def formula(self, x: Tensor) -> Tensor:
-        # This is torch's own operator, for which runtimes have kernels.
-        a = wide(x)
-        weight, bias = (None if p is None else p.to(a.dtype) for p in self.parameters_in_use(x))
-        return F.layer_norm(a, self.normalized_shape, weight, bias, self.eps_for(x)).to(x.dtype)
+        # Runtimes of exported programs have kernels for torch's own operator.
+        wide_x = wide(x)
+        weight, bias = (None if p is None else p.to(wide_x.dtype) for p in self.parameters_in_use(x))
+        return F.layer_norm(wide_x, self.normalized_shape, weight, bias, self.eps_for(x)).to(x.dtype)
 
     def extra_repr(self) -> str:
         return nn.LayerNorm.extra_repr(self)  # type: ignore[arg-type]  # the form of this torch version
@@ -104,9 +104,10 @@ class RMSNorm(OffsetNorm, norm="rmsnorm"):
         return y.contiguous()  # contiguous like a kernel's
 
     def extra_repr(self) -> str:
-        plain = {"zero_centred": False, "cast": "after", "eps_place": "inside", "part": 1.0}
-        own = {name: getattr(self, name) for name, usual in plain.items() if getattr(self, name) != usual}
-        shown = {"eps": self.eps, **own, "elementwise_affine": self.elementwise_affine}
+        # Of the options beside torch.nn.RMSNorm's, only those with an unusual value are shown.
+        usual = {"zero_centred": False, "cast": "after", "eps_place": "inside", "part": 1.0}
+        unusual = {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
+        shown = {"eps": self.eps, **unusual, "elementwise_affine": self.elementwise_affine}
         return ", ".join([str(self.normalized_shape), *(f"{name}={value}" for name, value in shown.items())])
 
 
@@ -142,6 +143,8 @@ class BiasedRMSNorm(RMSNorm):
         return self._with_bias(super().composed, x, weight, bias)
 
     def _with_bias(self, run: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Returns run(x, weight, None) + bias in x's dtype, where `run` computes an RMSNorm without bias. The sum is
+        made in f32 at least."""
         if bias is None:
             return run(x, weight, None)
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -268,6 +271,7 @@ class FixNormEmbedding(nn.Embedding):
         if embeddings.dim() != 2:
             raise InputError(f"embeddings must be a table (V, d); got shape {tuple(embeddings.shape)}")
         rows, columns = embeddings.shape
+        # On the meta device no memory is allocated and nothing is drawn for the weight that the next line replaces.
         table = cls(rows, columns, padding_idx, scale, device="meta", dtype=embeddings.dtype)
         table.weight = nn.Parameter(embeddings, requires_grad=not freeze)
         mark_drawn(table)

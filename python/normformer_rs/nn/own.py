@@ -31,6 +31,7 @@ class OwnNorm(Typed):
         for name in norm.parameters:
             if not math.isfinite(self.numbers_of[name].at_start()):
                 raise InputError(f"{norm!r} starts {name} at {self.numbers_of[name].start}: it must be finite")
+            # `norm.shape` has replaced names of options by their values, so no option is left to look up.
             empty = torch.empty(size_of(norm.shape(name), self.width, {}), device=device, dtype=dtype)
             self.register_parameter(name, nn.Parameter(empty))
         self.reset_parameters()

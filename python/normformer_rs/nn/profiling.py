@@ -72,7 +72,8 @@ def follow(layer: int, sublayer: int, is_told: bool) -> None:
 
 
 def profile_step(omega: Tensor, x: Tensor, f: Tensor, where: Where) -> None:
-    """Sets ω ← r and computes the next r, while profiling. `where`: (p, seed, site) of the dropout on f.
+    """Sets ω ← r and computes the next r, while profiling; otherwise does nothing. `omega`: the gain on x; `f`: the
+    sublayer's output before its dropout; `where`: (p, seed, site) of that dropout.
 
     Errors: InputError if r is not finite.
     """

@@ -13,8 +13,8 @@ class Typed(nn.Module):
     """The source of the dtype: x, the norm's weight, as in T5, or both, as in Llama."""
 
     def return_like(self, returns: Literal["x", "weight", "promoted"], like: Tensor) -> None:
-        """Sets the source. A norm without parameters keeps an empty buffer of `like`'s dtype in place of a weight;
-        casts of the norm change that dtype, too."""
+        """Sets the source of the dtype. A norm without parameters keeps an empty buffer of `like`'s dtype in place of a
+        weight; casts of the norm change that dtype, too."""
         self.returns = returns
         if returns != "x" and next(self.parameters(recurse=False), None) is None:
             self.register_buffer("like", torch.empty(0, dtype=like.dtype, device=like.device), persistent=False)

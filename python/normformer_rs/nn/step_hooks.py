@@ -67,21 +67,22 @@ class Growing(Steered):
             self.t.fill_(n)
             self.told()
             self._times_set += 1
-            if self._times_set == PATIENCE:  # the caller counts updates itself, so no warning is needed
+            if self._times_set == PATIENCE:  # the caller counts updates itself, so `_watch` need not warn
                 self._unmoved = PATIENCE
 
     def steering(self) -> Steering:
         """Returns t, with the parameter whose updates it counts; empty if this module holds no t."""
+        # A copy counts by the parameter in the place of the one whose updates move t in the source.
         origin, own_parameters = self._origin, [*self.watched()]
         if self.growth is None or origin is None:
             return []
         source = origin.source() or self
         source_parameters = [*source.watched()]  # a copy's parameters may be frozen
         owner = first_trained(source_parameters) if any(p.requires_grad for p in source_parameters) else None
-        # The own parameter that corresponds to the owner. If all of the source is frozen, the first matrix.
+        # If all of the source is frozen, there is no owner, and the first matrix stands for it.
         pairs = zip(own_parameters, source_parameters)
-        counted = [own for own, p in pairs if p is owner or (owner is None and p.dim() > 1)]
-        return [(own, self.t) for own in counted[:1]]
+        candidates = [own for own, p in pairs if p is owner or (owner is None and p.dim() > 1)]
+        return [(own, self.t) for own in candidates[:1]]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         t = state_dict.get(prefix + "t")
@@ -137,7 +138,7 @@ class Growing(Steered):
             return
         local: Any = parameter.detach()
         local = local.to_local() if hasattr(local, "to_local") else local
-        now, before = (local.double().sum().item(), float(self.t)), self._watched
+        now, before = (local.double().sum().item(), float(self.t)), self._watched  # (the weight's sum, t) each
         self._watched = now
         if before is None:
             return
@@ -185,7 +186,9 @@ class _Step(NamedTuple):
 
 
 _UNDER_WAY: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Step]" = weakref.WeakKeyDictionary()
+"""The steps that have begun and not ended, by optimizer."""
 _LISTENING: list[Any] = []
+"""The handles of the two hooks; empty until they are registered."""
 
 
 def follow_steps(module: Any) -> None:
@@ -207,16 +210,19 @@ def were_profiled(modules: Iterable[nn.Module]) -> None:
 
 
 def _listen() -> None:
-    if not _LISTENING:  # compiled steps run the hooks eagerly
+    """Registers the hooks with every optimizer of the process, once."""
+    if not _LISTENING:  # `disable` makes compiled steps run the hooks eagerly
         _LISTENING.append(register_optimizer_step_pre_hook(torch.compiler.disable(_begin)))
         _LISTENING.append(register_optimizer_step_post_hook(torch.compiler.disable(_end)))
 
 
 def _owned(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Returns the ids of the parameters that the optimizer updates."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Runs before a step: notes that it has begun."""
     if _FOLLOWING or _UNPROFILED:
         _UNDER_WAY[optimizer] = _Step(set(), _at_start(optimizer) if _UNPROFILED else [])
 
@@ -241,9 +247,11 @@ def _end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 @torch.no_grad()
 def _move(optimizer: torch.optim.Optimizer, moved: set[int]) -> None:
     """Advances each t whose owner the optimizer has, unless its id is in `moved`."""
+    # A gradient scaler sets `found_inf` for optimizers that skip steps with infinite gradients by themselves.
     owned, skipped = _owned(optimizer), getattr(optimizer, "found_inf", None)
     for module in [*_FOLLOWING]:
-        for owner, t in module.followed() if hasattr(module, "followed") else ():  # a swap's undo() changes classes
+        # A swap's undo() gives a module its old class, which has no `followed`.
+        for owner, t in module.followed() if hasattr(module, "followed") else ():
             if id(owner) in owned and id(t) not in moved:
                 # A fused optimizer decides on the device whether to skip; the host does not read it.
                 t.add_(1 if skipped is None else (skipped == 0).to(t.device))
@@ -254,8 +262,9 @@ def _move(optimizer: torch.optim.Optimizer, moved: set[int]) -> None:
 
 
 def _at_start(optimizer: torch.optim.Optimizer) -> list[Growing]:
-    """Returns the unprofiled modules that this optimizer owns, if all their gains are 1. Otherwise they were profiled,
-    since profiling leaves only a stack's first gain at 1. The host reads each gain once."""
+    """Returns the unprofiled modules whose gains this optimizer has, if all these gains are 1. Otherwise the modules
+    were profiled, since profiling leaves only a stack's first gain at 1, and the result is empty. The host reads each
+    gain once."""
     if is_captured():
         return []
     owned = _owned(optimizer)

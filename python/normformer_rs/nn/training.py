@@ -55,10 +55,11 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     """
     vectors = {id(p) for p in learned_gains(model).values()} | vector_ids(model) | set(summed_over(model))
     for module in model.modules():
-        read_parts: Any = getattr(module, "_parts", None)  # a Transformer of this package gets the roles from Rust
+        # A normformer_rs.Transformer gets the roles of its parameters from Rust.
+        read_parts: Any = getattr(module, "_parts", None)
         if read_parts is not None:
             parts = read_parts()
-            roles = {name: role for name, (role, *_) in parts.items()}
+            roles = {name: role for name, (role, *_) in parts.items()}  # a part begins with its role
             vectors |= {id(p) for name, p in module.named_parameters() if roles[name] not in MATRICES}
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if id(p) not in vectors]
@@ -98,7 +99,8 @@ def summed_over(model: nn.Module) -> dict[int, str]:
 
 
 def _matrix_over(shape: Any) -> str:
-    """Returns the dimension over which products with a parameter of this declared shape are summed."""
+    """Returns the dimension over which products with a norm's parameter of this declared shape are summed: "width" for
+    a matrix whose rows have x's width, otherwise "nothing"."""
     return "width" if not isinstance(shape, str) and shape[-1] == "width" else "nothing"
 
 
@@ -128,6 +130,7 @@ def profile(model: nn.Module, *batch: Any, **keywords: Any) -> int:
     """
     was_training = {module: module.training for module in model.modules()}
     statistics = [module for module in model.modules() if isinstance(module, RunningNorm)]
+    # Profiling is no training step, so the running statistics get their values back.
     saved = [(t, t.clone()) for module in statistics for t in (*module.buffers(recurse=False), module.refused)]
     try:
         model.train()
@@ -152,17 +155,19 @@ def profile_at_first_forward(model: nn.Module) -> Callable[[], None]:
     """Hooks the model so that its first training forward calls `profile` with its batch, for the outermost called
     module that has such gains. Does nothing if a gain is not 1. Returns a function that removes the hooks."""
     gains = {module: module.profiled_gains() for module in model.modules() if isinstance(module, Growing)}
-    waiting = {module for module, own in gains.items() if own}
+    waiting = {module for module, own in gains.items() if own}  # the modules whose gains no forward has profiled yet
     if any(bool((p.detach() != 1).any()) for module in waiting for p in gains[module]):
         return lambda: None
     handles: dict[nn.Module, Any] = {}
 
     def end() -> None:
+        """Removes all hooks that are left."""
         for handle in handles.values():
             handle.remove()
 
     @torch.compiler.disable
     def before(module: nn.Module, batch: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """The hook before a forward. It profiles the module with the forward's own arguments."""
         if not module.training or not torch.is_grad_enabled() or is_profiling():
             return
         # This is the outermost called module. It profiles for all modules inside, so their hooks go.
