@@ -20,7 +20,7 @@ pub fn avoid_if_broken() {
 #[cfg(target_arch = "x86_64")]
 pub fn is_broken() -> bool {
     // SAFETY: every x86-64 processor has CPUID, and only leaves up to the last one are read.
-    #[allow(unused_unsafe)] // safe functions in later versions of Rust
+    #[allow(unused_unsafe)] // later versions of Rust make this function safe
     unsafe {
         // Leaf 7 announces tiles in bit 24 of edx. Leaf 1Dh holds their size, which is 0 if the leaf is hidden.
         let last = __cpuid(0).eax;
@@ -33,7 +33,7 @@ pub fn is_broken() -> bool {
 #[cfg(target_arch = "x86_64")]
 pub fn is_intel() -> bool {
     // SAFETY: every x86-64 processor has leaf 0 of CPUID.
-    #[allow(unused_unsafe)] // safe functions in later versions of Rust
+    #[allow(unused_unsafe)] // later versions of Rust make this function safe
     let leaf = unsafe { __cpuid(0) };
     // These registers spell the vendor's name, in this order.
     [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes).concat() == *b"GenuineIntel"

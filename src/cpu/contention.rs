@@ -163,7 +163,7 @@ mod tests {
         let now = || {
             // SAFETY: plain numbers, which the call fills.
             let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-            // SAFETY: see above.
+            // SAFETY: the call fills `usage`, and keeps no pointer to it.
             unsafe { libc::getrusage(libc::RUSAGE_SELF, &mut usage) };
             let duration = |t: libc::timeval| Duration::new(t.tv_sec as u64, t.tv_usec as u32 * 1000);
             duration(usage.ru_utime) + duration(usage.ru_stime)

@@ -123,6 +123,7 @@ impl Element for bf16 {
     type Acc = f32;
     #[inline(always)]
     fn load(self) -> f32 {
+        // A bf16 number is the upper half of an f32.
         f32::from_bits((self.to_bits() as u32) << 16)
     }
     #[inline(always)]

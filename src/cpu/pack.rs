@@ -113,6 +113,7 @@ pub trait Pack<A: Accumulator>: Copy {
     /// Rounds two packs to the storage type and stores them.
     fn store<E: Element<Acc = A>>(block: [Self; 2], to: &mut [E; PAIR_LANES], how: Store);
 
+    /// Returns a pack of zeros.
     #[inline(always)]
     fn zero() -> Self {
         Self::splat(A::ZERO)
@@ -191,6 +192,7 @@ impl<A: Accumulator> Pack<A> for Portable<A> {
     fn mul(self, other: Self) -> Self {
         Portable(from_fn(|l| self.0[l] * other.0[l]))
     }
+    /// Returns self·a + b, rounded once on aarch64 and twice elsewhere.
     #[inline(always)]
     fn mul_add(self, a: Self, b: Self) -> Self {
         Portable(from_fn(|l| match Baseline::FUSED {
@@ -198,6 +200,7 @@ impl<A: Accumulator> Pack<A> for Portable<A> {
             false => self.0[l] * a.0[l] + b.0[l],
         }))
     }
+    /// Returns the sum of the lanes.
     #[inline(always)]
     fn sum(self) -> A {
         // Every implementation adds the lanes in this order, so that their sums have the same bits.
@@ -210,6 +213,7 @@ impl<A: Accumulator> Pack<A> for Portable<A> {
     fn put(self, to: &mut [A; WIDTH]) {
         *to = self.0;
     }
+    /// Rounds two packs to the storage type and stores them through the caches, which a plain loop cannot bypass.
     #[inline(always)]
     fn store<E: Element<Acc = A>>(block: [Self; 2], to: &mut [E; PAIR_LANES], _: Store) {
         for (to, pack) in to.as_chunks_mut::<WIDTH>().0.iter_mut().zip(block) {
@@ -218,6 +222,7 @@ impl<A: Accumulator> Pack<A> for Portable<A> {
             }
         }
     }
+    /// Keeps the lanes whose random `bits` are at least `threshold`, and zeroes the others.
     #[inline(always)]
     fn keep(self, bits: &[u16; WIDTH], threshold: u16) -> Self {
         Portable(from_fn(|l| if bits[l] >= threshold { self.0[l] } else { A::ZERO }))

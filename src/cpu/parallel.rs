@@ -49,6 +49,7 @@ unsafe impl<T: Send> Send for Shared<T> {}
 unsafe impl<T: Send> Sync for Shared<T> {}
 
 impl<T> Shared<T> {
+    /// Shares the slice, which must stay alive as long as threads use it.
     pub fn new(slice: &mut [T]) -> Self {
         Shared(slice.as_mut_ptr())
     }
@@ -107,7 +108,7 @@ where
             work(part_rows.clone(), numbers(&part_rows, cols), own);
         }
     });
-    let mut start = 0; // the position of this sum in each part
+    let mut start = 0; // where this sum begins in each part
     for sum in sums {
         sum.fill(A::default());
         for part in partial.chunks_exact(per_part.max(1)) {
@@ -124,8 +125,8 @@ mod tests {
     use super::*;
     use std::rc::Rc;
 
-    /// Every type implements this trait once, and a type that is Send implements it twice. So a call of `either` with an
-    /// inferred A compiles only if the type is not Send.
+    /// Every type implements this trait once, and a type that is Send implements it twice. So a call of `either` with
+    /// an inferred A compiles only if the type is not Send.
     trait Either<A> {
         fn either() {}
     }

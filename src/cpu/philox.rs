@@ -87,9 +87,9 @@ pub fn padded(cols: usize) -> usize {
 #[inline(always)]
 pub fn fill(stream: &Stream, first_row: usize, rows: usize, cols: usize, out: &mut [u16]) {
     let per_row = padded(cols) / BLOCK;
-    // The two words of the counter that all elements of the stream share.
+    // `high` holds the two words of the counter that all elements of the stream share.
     let high = [stream.site as u32 | (stream.micro_batch as u32) << 16, stream.update];
-    // The row of the next block, and the block's index in that row.
+    // These are the row of the next block, and the block's index in that row.
     let (mut row, mut block) = (first_row as u32, 0u32);
     let mut blocks_left = rows * per_row;
     for group in out.chunks_exact_mut(LANES * BLOCK) {
@@ -118,7 +118,7 @@ pub fn fill(stream: &Stream, first_row: usize, rows: usize, cols: usize, out: &m
             }
         }
         let words = philox(counters, stream.seed);
-        // The four words of a block in two numbers, low word first.
+        // Two numbers hold the four words of a block, low word first.
         let mut pairs = [0u64; LANES * BLOCK / 4];
         for l in 0..LANES {
             pairs[2 * l] = words[0][l] & 0xffff_ffff | words[1][l] << 32;

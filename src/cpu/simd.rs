@@ -16,8 +16,10 @@ pub enum Level {
 }
 
 impl Level {
+    /// All levels, weakest first.
     pub const ALL: [Level; 3] = [Level::Baseline, Level::Avx2, Level::Avx512];
 
+    /// Returns the level's name, as NORMFORMER_RS_CPU takes it.
     pub fn name(self) -> &'static str {
         match self {
             Level::Baseline => "baseline",
@@ -126,7 +128,7 @@ macro_rules! multiversion {
             }
             #[cfg(target_arch = "x86_64")]
             if $crate::cpu::simd::level() >= $crate::cpu::simd::Level::Avx2 {
-                // SAFETY: see above.
+                // SAFETY: `level` is at least AVX2 only if the processor has these features.
                 return unsafe { avx2::<$($g),+>($($arg),*) };
             }
             body::<$crate::cpu::pack::Baseline, $($g),+>($($arg),*)
@@ -157,7 +159,7 @@ macro_rules! multiversion {
             }
             #[cfg(target_arch = "x86_64")]
             if $crate::cpu::simd::level() >= $crate::cpu::simd::Level::Avx2 {
-                // SAFETY: see above.
+                // SAFETY: `level` is at least AVX2 only if the processor has these features.
                 return unsafe { avx2 $(::<$($g),+>)? ($($arg),*) };
             }
             body $(::<$($g),+>)? ($($arg),*)

@@ -79,8 +79,8 @@ multiversion! {
         let scale = E::Acc::from_f64(a.scale);
         assert!(d > 0, "heads of no columns");
         let sizes = Sizes::of(a, sequences);
-        // The workspace of one block of queries in one head: (scale·Q)ᵀ, K, V and Sᵀ. `result` first holds scale·Q, and
-        // later O.
+        // The workspace holds (scale·Q)ᵀ, K, V and Sᵀ of one block of queries in one head. `result` first holds
+        // scale·Q, and later O.
         let mut q_t = Aligned::<E::Acc>::new(width * sizes.queries);
         let mut keys = Aligned::new(sizes.keys.saturating_mul(width));
         let mut values = Aligned::new(sizes.keys.saturating_mul(width));
@@ -154,7 +154,7 @@ multiversion! {
         let (one, scale, lowest) = (E::Acc::ONE, E::Acc::from_f64(a.scale), E::Acc::from_f64(f64::NEG_INFINITY));
         assert!(d > 0, "heads of no columns");
         let sizes = Sizes::of(a, sequences);
-        // The workspace of one block of queries in one head; but `dkeys` and `dvalues` are sums over a sequence's
+        // The workspace is for one block of queries in one head; but `dkeys` and `dvalues` are sums over a sequence's
         // blocks, for all heads.
         let [mut q_t, mut dout_t] = [(); 2].map(|_| Aligned::<E::Acc>::new(width * sizes.queries));
         let [mut queries, mut douts, mut result] = [(); 3].map(|_| Aligned::new(sizes.queries * width));

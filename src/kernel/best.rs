@@ -80,7 +80,7 @@ multiversion! {
             let z = &logits[r * stride..][..cols];
             let largest_here = block_maxima(z, &mut maxima).to_f64();
             if largest_here > *most {
-                // The sum so far is relative to the old maximum.
+                // The sum so far is relative to the old maximum, so it is rescaled to the new one.
                 *sum *= (*most - largest_here).exp();
                 *most = largest_here;
             }

@@ -166,7 +166,7 @@ multiversion! {
                     None => step.fill(E::Acc::ZERO),
                 }
                 for (i, h) in h.chunks_exact(d).enumerate() {
-                    // The gradients of p_i and of s m_i + b_i.
+                    // `dp` and `dlogit` are the gradients of p_i and of s m_i + b_i.
                     let dp = dot::<E, E, S>(dx, h);
                     let dlogit = dp * sigmoids[i] * (E::Acc::ONE - sigmoids[i]);
                     sums.scale[0] += dlogit * m[i];
@@ -179,7 +179,7 @@ multiversion! {
                     let columns = i * d..(i + 1) * d;
                     let pairs = [(dx, sigmoids[i] + eps), (&h[columns.clone()], c)];
                     let written = written.map(|all| (&all[position * width + i * d..][..d], E::Acc::ONE));
-                    // The columns of W that belong to this stream.
+                    // Only these columns of W belong to this stream.
                     let products = weight.chunks_exact(width).map(|w| &w[columns.clone()]).zip(step.iter().copied());
                     combine_both::<E, S>(pairs.into_iter().chain(written), products, dh);
                 }

@@ -44,7 +44,7 @@ fn reduced<S: Isa>(x: f32) -> (f32, f32, f32) {
     // ln 2 is split in two parts: n·0.693359375 is exact, because it has 9 + 8 significant bits.
     let r = mul_add::<f32, S>(n, -0.693_359_4, x);
     let r = mul_add::<f32, S>(n, 2.121_944_4e-4, r);
-    // q(r) by Horner's scheme.
+    // Horner's scheme evaluates q(r).
     let p = mul_add::<f32, S>(r, 1.381_459_9e-3, 8.368_717e-3);
     let p = mul_add::<f32, S>(p, r, 4.166_839e-2);
     let p = mul_add::<f32, S>(p, r, 0.166_665_21);
@@ -132,7 +132,7 @@ pub fn erf<A: Accumulator, S: Isa>(z: A) -> (A, A) {
 #[inline(always)]
 fn erf_f32<S: Isa>(z: f32) -> (f32, f32) {
     let (size, square) = (z.abs(), z * z);
-    // P(z²) and then Q(|z|) by Horner's scheme.
+    // Horner's scheme evaluates P(z²) here, and Q(|z|) below.
     let p = mul_add::<f32, S>(square, -6.203_255e-4, 5.032_181e-3);
     let p = mul_add::<f32, S>(p, square, -2.679_146_3e-2);
     let p = mul_add::<f32, S>(p, square, 0.112_824_55);

@@ -32,7 +32,7 @@ multiversion! {
         shape: [usize; 3], streams: &[E], added: Option<&[E]>, weights: &[E::Acc], y: &mut [E],
     ) {
         let [m, n, d] = shape;
-        // The number of rows to add up: the streams, and the added row if there is one.
+        // `k` is the number of rows to add up: the streams, and the added row if there is one.
         let k = n + usize::from(added.is_some());
         let all = streams.chunks_exact(n * d).zip(weights.chunks_exact(m * k)).zip(y.chunks_exact_mut(m * d));
         for (index, ((streams, weights), y)) in all.enumerate() {
@@ -52,7 +52,7 @@ multiversion! {
         dadded: &mut [E], dweights: &mut [E::Acc],
     ) {
         let [m, n, d] = shape;
-        // The number of rows to add up: the streams, and the added row if there is one.
+        // `k` is the number of rows to add up: the streams, and the added row if there is one.
         let k = n + usize::from(added.is_some());
         let all = dy.chunks_exact(m * d).zip(streams.chunks_exact(n * d)).zip(weights.chunks_exact(m * k));
         let to = dstreams.chunks_exact_mut(n * d).zip(dweights.chunks_exact_mut(m * k));

@@ -63,7 +63,7 @@ pub fn product(out: &Tensor, x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> R
     let whole = rows / STEP * STEP;
     // True if oneDNN compiles the product.
     let is_compiled = x.device() == Device::Cpu && matches!(x.kind(), Kind::BFloat16 | Kind::Half);
-    // The first row and the number of rows of each call.
+    // Each part is the first row and the number of rows of one call.
     let parts = match is_compiled && 0 < whole && whole < rows {
         true => &[(0, whole), (rows - STEP, STEP)][..],
         false => &[(0, rows)],

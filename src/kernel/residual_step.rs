@@ -200,7 +200,7 @@ fn add<S: Isa, X: Element, F: Element<Acc = X::Acc>>(
     for part in 0..PARTS {
         let n = x.len(part);
         let (a, b);
-        // The coefficients of this part; there are none without scales.
+        // This part has as many blocks of coefficients; without scales there are none.
         let coefficients = if scaled { n } else { 0 };
         ((a, alpha), (b, beta)) = (alpha.split_at(coefficients), beta.split_at(coefficients));
         let (x, f, to) = (x.part::<S>(part, n), f.part::<S>(part, n), to.part::<S>(part, n));

@@ -164,14 +164,17 @@ pub struct NoNorm;
 impl RowNorm for NoNorm {
     const STATS: usize = 0;
 
+    /// Returns the shift 0 and the scale 1 for every row.
     fn measure<A: Accumulator>(_: &Sums<A>, _: A) -> Option<Measured<A>> {
         Some(Measured::NONE)
     }
 
+    /// Returns the shift 0 and the scale 1 for every row.
     fn measure_scaled<A: Accumulator>(_: &[A], _: A) -> Measured<A> {
         Measured::NONE
     }
 
+    /// Returns the coefficients of dx = g for every row.
     fn gradient<A: Accumulator>(_: Measured<A>, _: A, _: A, _: A, _: A) -> RowGradient<A> {
         RowGradient::NONE
     }

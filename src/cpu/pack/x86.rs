@@ -42,15 +42,17 @@ fn is<E: 'static, T: 'static>() -> bool {
 pub struct F32x16(__m512);
 
 impl Pack<f32> for F32x16 {
+    /// Returns a pack with `value` in every lane.
     #[inline(always)]
     fn splat(value: f32) -> Self {
-        // SAFETY: see the head of this file.
+        // SAFETY: the processor has AVX-512; see the head of this file.
         F32x16(unsafe { _mm512_set1_ps(value) })
     }
+    /// Loads sixteen numbers of the storage type E, and widens them to f32.
     #[inline(always)]
     fn load<E: Element<Acc = f32>>(from: &[E; WIDTH]) -> Self {
         let from = from.as_ptr();
-        // SAFETY: see the head of this file; `is` checks E before the pointer is cast.
+        // SAFETY: the processor has AVX-512 (see the head of this file), and `is` checks E before the pointer is cast.
         F32x16(unsafe {
             if is::<E, f32>() {
                 _mm512_loadu_ps(from.cast())
@@ -66,44 +68,48 @@ impl Pack<f32> for F32x16 {
     }
     #[inline(always)]
     fn add(self, other: Self) -> Self {
-        // SAFETY: see the head of this file.
+        // SAFETY: the processor has AVX-512; see the head of this file.
         F32x16(unsafe { _mm512_add_ps(self.0, other.0) })
     }
     #[inline(always)]
     fn sub(self, other: Self) -> Self {
-        // SAFETY: see the head of this file.
+        // SAFETY: the processor has AVX-512; see the head of this file.
         F32x16(unsafe { _mm512_sub_ps(self.0, other.0) })
     }
     #[inline(always)]
     fn mul(self, other: Self) -> Self {
-        // SAFETY: see the head of this file.
+        // SAFETY: the processor has AVX-512; see the head of this file.
         F32x16(unsafe { _mm512_mul_ps(self.0, other.0) })
     }
+    /// Returns self·a + b, rounded once.
     #[inline(always)]
     fn mul_add(self, a: Self, b: Self) -> Self {
-        // SAFETY: see the head of this file.
+        // SAFETY: the processor has AVX-512; see the head of this file.
         F32x16(unsafe { _mm512_fmadd_ps(self.0, a.0, b.0) })
     }
+    /// Returns the sum of the lanes: first i + (i + 8), then these sums as in [`sum8`].
     #[inline(always)]
     fn sum(self) -> f32 {
-        // SAFETY: see the head of this file.
+        // SAFETY: the processor has AVX-512; see the head of this file.
         unsafe {
             let high = _mm512_extractf32x8_ps::<1>(self.0);
             sum8(_mm256_add_ps(_mm512_castps512_ps256(self.0), high))
         }
     }
+    /// Stores the pack in f32.
     #[inline(always)]
     fn put(self, to: &mut [f32; WIDTH]) {
-        // SAFETY: see the head of this file.
+        // SAFETY: the processor has AVX-512; see the head of this file.
         unsafe { _mm512_storeu_ps(to.as_mut_ptr(), self.0) }
     }
+    /// Rounds two packs to the storage type E, and stores them; `how` decides whether they bypass the caches.
     #[inline(always)]
     fn store<E: Element<Acc = f32>>(block: [Self; 2], to: &mut [E; PAIR_LANES], how: Store) {
         let [F32x16(low), F32x16(high)] = block;
         let to = to.as_mut_ptr();
         let streams = how.streams(to);
-        // SAFETY: see the head of this file; `is` checks E before the pointer is cast. If `streams` is true, the block
-        // starts on a cache line.
+        // SAFETY: the processor has AVX-512 (see the head of this file), and `is` checks E before the pointer is cast.
+        // If `streams` is true, the block starts on a cache line.
         unsafe {
             if is::<E, f32>() {
                 let to: *mut f32 = to.cast();
@@ -132,9 +138,10 @@ impl Pack<f32> for F32x16 {
             }
         }
     }
+    /// Keeps the lanes whose random `bits` are at least `threshold`, and zeroes the others.
     #[inline(always)]
     fn keep(self, bits: &[u16; WIDTH], threshold: u16) -> Self {
-        // SAFETY: see the head of this file.
+        // SAFETY: the processor has AVX-512; see the head of this file.
         unsafe {
             let bits = _mm256_loadu_si256(bits.as_ptr().cast());
             let kept = _mm256_cmpge_epu16_mask(bits, _mm256_set1_epi16(threshold as i16));
@@ -201,15 +208,17 @@ unsafe fn sum8(v: __m256) -> f32 {
 pub struct F32x8x2([__m256; 2]);
 
 impl Pack<f32> for F32x8x2 {
+    /// Returns a pack with `value` in every lane.
     #[inline(always)]
     fn splat(value: f32) -> Self {
-        // SAFETY: see the head of this file.
+        // SAFETY: the processor has AVX2; see the head of this file.
         F32x8x2([unsafe { _mm256_set1_ps(value) }; 2])
     }
+    /// Loads sixteen numbers of the storage type E, and widens them to f32.
     #[inline(always)]
     fn load<E: Element<Acc = f32>>(from: &[E; WIDTH]) -> Self {
         let from = from.as_ptr();
-        // SAFETY: see the head of this file; `is` checks E before the pointer is cast.
+        // SAFETY: the processor has AVX2 (see the head of this file), and `is` checks E before the pointer is cast.
         F32x8x2(unsafe {
             if is::<E, f32>() {
                 [_mm256_loadu_ps(from.cast()), _mm256_loadu_ps(from.cast::<f32>().add(8))]
@@ -224,45 +233,49 @@ impl Pack<f32> for F32x8x2 {
     }
     #[inline(always)]
     fn add(self, other: Self) -> Self {
-        // SAFETY: see the head of this file.
+        // SAFETY: the processor has AVX2; see the head of this file.
         F32x8x2(unsafe { [_mm256_add_ps(self.0[0], other.0[0]), _mm256_add_ps(self.0[1], other.0[1])] })
     }
     #[inline(always)]
     fn sub(self, other: Self) -> Self {
-        // SAFETY: see the head of this file.
+        // SAFETY: the processor has AVX2; see the head of this file.
         F32x8x2(unsafe { [_mm256_sub_ps(self.0[0], other.0[0]), _mm256_sub_ps(self.0[1], other.0[1])] })
     }
     #[inline(always)]
     fn mul(self, other: Self) -> Self {
-        // SAFETY: see the head of this file.
+        // SAFETY: the processor has AVX2; see the head of this file.
         F32x8x2(unsafe { [_mm256_mul_ps(self.0[0], other.0[0]), _mm256_mul_ps(self.0[1], other.0[1])] })
     }
+    /// Returns self·a + b, rounded once.
     #[inline(always)]
     fn mul_add(self, a: Self, b: Self) -> Self {
         let (x, y, z) = (self.0, a.0, b.0);
-        // SAFETY: see the head of this file.
+        // SAFETY: the processor has AVX2; see the head of this file.
         F32x8x2(unsafe { [_mm256_fmadd_ps(x[0], y[0], z[0]), _mm256_fmadd_ps(x[1], y[1], z[1])] })
     }
+    /// Returns the sum of the lanes: first i + (i + 8), then these sums as in [`sum8`].
     #[inline(always)]
     fn sum(self) -> f32 {
-        // SAFETY: see the head of this file.
+        // SAFETY: the processor has AVX2; see the head of this file.
         unsafe { sum8(_mm256_add_ps(self.0[0], self.0[1])) }
     }
+    /// Stores the pack in f32.
     #[inline(always)]
     fn put(self, to: &mut [f32; WIDTH]) {
-        // SAFETY: see the head of this file.
+        // SAFETY: the processor has AVX2; see the head of this file.
         unsafe {
             _mm256_storeu_ps(to.as_mut_ptr(), self.0[0]);
             _mm256_storeu_ps(to.as_mut_ptr().add(8), self.0[1]);
         }
     }
+    /// Rounds two packs to the storage type E, and stores them; `how` decides whether they bypass the caches.
     #[inline(always)]
     fn store<E: Element<Acc = f32>>(block: [Self; 2], to: &mut [E; PAIR_LANES], how: Store) {
         let [F32x8x2([a, b]), F32x8x2([c, d])] = block;
         let to = to.as_mut_ptr();
         let streams = how.streams(to);
-        // SAFETY: see the head of this file; `is` checks E before the pointer is cast. If `streams` is true, the block
-        // starts on a cache line.
+        // SAFETY: the processor has AVX2 (see the head of this file), and `is` checks E before the pointer is cast. If
+        // `streams` is true, the block starts on a cache line.
         unsafe {
             if is::<E, f32>() {
                 let to: *mut f32 = to.cast();
@@ -292,10 +305,11 @@ impl Pack<f32> for F32x8x2 {
             }
         }
     }
+    /// Keeps the lanes whose random `bits` are at least `threshold`, and zeroes the others.
     #[inline(always)]
     fn keep(self, bits: &[u16; WIDTH], threshold: u16) -> Self {
         let (low, high) = bits.split_at(8);
-        // SAFETY: see the head of this file.
+        // SAFETY: the processor has AVX2; see the head of this file.
         F32x8x2(unsafe { [keep8(self.0[0], low.as_ptr(), threshold), keep8(self.0[1], high.as_ptr(), threshold)] })
     }
 }

@@ -138,11 +138,12 @@ fn backward_typed<E: Element>(
 ) -> Result<()> {
     // Gradients of keys are written, so sequences must not share keys.
     let (attention, sequences) = (a.attention(), a.sequences(true)?);
-    // SAFETY: see `forward_typed`; dq, dk and dv are fresh, and sequences have disjoint key rows too.
+    // SAFETY: the conditions of `forward_typed` hold; dq, dk and dv are fresh, and sequences have disjoint key rows
+    // too.
     unsafe {
         let queries: usize = sequences.iter().map(|s| s.q_len).sum();
         let keys: usize = sequences.iter().map(|s| s.k_len).sum();
-        // As in `forward_typed`: rows in no sequence have the gradient 0.
+        // Rows that are in no sequence have the gradient 0.
         for (d, covered) in [(dq, queries), (dk, keys), (dv, keys)] {
             if covered < d.rows() {
                 d.slice_mut::<E>().fill(E::default());

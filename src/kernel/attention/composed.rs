@@ -85,11 +85,11 @@ pub fn composed(
     let (q_rows, k_rows) = (rows(|s| (s.q_start, s.q_len), q_len)?, rows(|s| (s.k_start, s.k_len), k_len)?);
     let mut visible = memory::reserved::<bool>(n.saturating_mul(q_len).saturating_mul(k_len));
     visible.extend(sequences.iter().flat_map(|s| {
-        // Causal: key j is visible if j ≤ i + k_len − q_len, here without negative numbers.
+        // With a causal mask key j is visible if j ≤ i + k_len − q_len; this form avoids negative numbers.
         let is_past = move |i: usize, j: usize| j + s.q_len <= i + s.k_len;
         (0..q_len).flat_map(move |i| (0..k_len).map(move |j| j < s.k_len && (!settings.causal || is_past(i, j))))
     }));
-    // The indices of real queries among the n·q_len padded positions.
+    // `real` holds the indices of the real queries among the n·q_len padded positions.
     let mut real = memory::reserved::<i64>(sequences.iter().map(|s| s.q_len).sum());
     real.extend(sequences.iter().enumerate().flat_map(|(i, s)| (0..s.q_len).map(move |t| (i * q_len + t) as i64)));
     let (n, q_len, k_len) = (n as i64, q_len as i64, k_len as i64);

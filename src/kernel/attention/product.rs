@@ -30,7 +30,7 @@ multiversion! {
         if m == 0 || n == 0 {
             return;
         }
-        // The largest index at which A is read.
+        // `last` is the largest index at which A is read.
         let last = (m - 1) * strides[0] + k.saturating_sub(1) * strides[1];
         assert!(m.is_multiple_of(TILE) && n.is_multiple_of(LANES) && (k == 0 || last < a.len() && (k - 1) * ldb + n <= b.len()));
         assert!((m - 1) * ldc + n <= c.len());
@@ -78,8 +78,9 @@ fn tiles<A: Accumulator, S: Isa>(
     }
 }
 
-/// Computes [`product()`] in f32. The loop of `tiles` has bounds checks, which make the forward pass a quarter
-/// slower. Without the checks the compiler vectorises it along the wrong index, which makes it five times slower.
+/// Computes [`product()`] in f32 with AVX-512. The loop of `tiles` has bounds checks, which make the forward pass a
+/// quarter slower. Without the checks the compiler vectorises it along the wrong index, which makes it five times
+/// slower.
 ///
 /// # Safety
 /// The arguments satisfy the assertions of `product`.

@@ -64,7 +64,7 @@ multiversion! {
             let rows = &reads.rows[reads.offsets[i]..reads.offsets[i + 1]];
             let lanes = (rows.len() + sink_count).next_multiple_of(LANES);
             for head in 0..count {
-                // The first column of the head of keys that this query head shares.
+                // `column` is the first column of the head of keys that this query head shares.
                 let column = head / shared * d;
                 let query = q.row(i, head * d, d);
                 for (score, row) in scores.iter_mut().zip(rows) {
@@ -116,7 +116,7 @@ fn softmax<A: Accumulator, S: Isa>(scores: &mut [A]) -> A {
         }
     }
     let largest = max(maxima);
-    // If all scores are −∞, any finite number gives the sum 0.
+    // If all scores are −∞, any finite shift gives the sum 0.
     let shift = if largest == lowest { A::ZERO } else { largest };
     let mut totals = [A::ZERO; LANES];
     for s in scores {
@@ -176,14 +176,14 @@ pub fn attention([q, k, v]: [&Tensor; 3], reads: ReadRows, heads: i64, scale: f6
     };
     let (count, kv) = (heads as usize, k.cols());
     let d = q.cols() / count.max(1);
-    // q is `count` heads of d columns, k and v are whole heads, and each of theirs serves as many heads of q.
+    // q has `count` heads of d columns. k and v have whole heads too, and each of them serves the same number of q's.
     let fits = d > 0 && d * count == q.cols() && kv == v.cols() && kv % d == 0 && kv > 0 && count % (kv / d) == 0;
     let fits = fits && sinks.is_none_or(|sinks| sinks.len() == count);
     let is_one_type = [&k, &v, &o].iter().all(|view| view.dtype == q.dtype);
     let rows = k.rows().min(v.rows());
-    let in_order = reads.offsets.is_sorted() && reads.offsets.len() == q.rows() + 1;
-    let inside = reads.offsets.last().is_some_and(|end| *end <= reads.rows.len());
-    if !fits || !is_one_type || !in_order || !inside || reads.rows.iter().any(|row| *row as usize >= rows) {
+    let offsets_fit = reads.offsets.is_sorted() && reads.offsets.len() == q.rows() + 1;
+    let rows_exist = reads.offsets.last().is_some_and(|end| *end <= reads.rows.len());
+    if !fits || !is_one_type || !offsets_fit || !rows_exist || reads.rows.iter().any(|row| *row as usize >= rows) {
         return Err(Error::Torch(format!(
             "attention of single queries: {count} heads of ({}, {}) queries do not fit ({rows}, {kv}) keys, or read others",
             q.rows(),

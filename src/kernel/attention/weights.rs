@@ -14,7 +14,7 @@ use crate::multiversion;
 pub(super) fn hide<A: Accumulator>(a: &ScaledDotProduct, s: &Sequence, block: Block, scores: &mut [A], lanes: usize) {
     if a.causal {
         for (j, scores) in scores.chunks_exact_mut(lanes).take(s.k_len).enumerate() {
-            // Query i sees key j if i ≥ j + q_len − k_len; this counts the earlier queries of the block.
+            // Query i sees key j if i ≥ j + q_len − k_len, so the block's first `hidden` queries do not see it.
             let hidden = (j + s.q_len).saturating_sub(s.k_len + block.first).min(lanes);
             scores[..hidden].fill(A::from_f64(f64::NEG_INFINITY));
         }

@@ -149,7 +149,7 @@ pub fn forward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews) -> Result<(
     // bytes; only this call uses y, stats and the copies of the buffers.
     let (x, weight, bias, pad) =
         unsafe { (v.x.slice::<E>(), v.weight.slice::<E::Acc>(), v.bias.slice(), v.pad.slice::<u8>()) };
-    // SAFETY: see above.
+    // SAFETY: only this call uses y, stats and the copies of the buffers.
     let (y, out, mut state) = unsafe { (v.y.slice_mut::<E>(), v.stats.slice_mut::<E::Acc>(), v.state()) };
     if !v.given {
         let o = &v.options;

@@ -225,7 +225,7 @@ impl Launcher {
         let (slab, slabs) = slabs(v.x.rows);
         let chunks = cols / vec;
         let length = if measures { partial_length(v.x.rows, cols.into()) } else { 0 };
-        // A block for each slab and each tile of 32 chunks; CUDA's grids have at most i32::MAX blocks.
+        // Each block processes one slab and one tile of 32 chunks; CUDA's grids have at most i32::MAX blocks.
         let blocks = i32::try_from(slabs * i64::from(chunks.div_ceil(32)));
         let blocks = blocks.map_err(|_| Error::Torch(format!("rows of {cols} numbers have no CUDA kernel")))?;
         Ok(Launcher {
@@ -277,7 +277,7 @@ impl Launcher {
 
     /// Returns the address of the flag that y has been written.
     fn wrote(&self) -> *mut f32 {
-        // SAFETY: see above.
+        // SAFETY: the workspace is `partial_length` long, and the flag is its last number.
         unsafe { self.counts().add(self.slabs as usize) }
     }
 
@@ -363,11 +363,11 @@ fn settle(kernels: &Launcher, v: &ColumnViews) -> Result<bool> {
         let row = |i: usize| unsafe { batch.data_ptr().cast::<f64>().add(i * v.stats.cols()) };
         // Without padding, the square of all rows is that of the real rows.
         (mean, square, square_of_all, count) = (row(0), row(1), row(1), row(3));
-        // SAFETY: see `forward`; the rows of the batch have room for every column.
+        // SAFETY: `forward` says why the views are valid; the rows of the batch have room for every column.
         unsafe { kernels.measure(v, kernels.rows, [mean, square, count], writes)? };
         if options.release && !v.pad.is_absent() {
             square_of_all = row(2);
-            // SAFETY: see above.
+            // SAFETY: this row of the batch has room for every column, and the views belong to a forward call.
             unsafe { kernels.measure(v, kernels.all_rows(), [null_mut(), square_of_all, null_mut()], false)? };
         }
     }
@@ -386,7 +386,8 @@ fn settle(kernels: &Launcher, v: &ColumnViews) -> Result<bool> {
         options,
         largest: v.largest(),
     };
-    // SAFETY: see above; the buffers, of one type, and the statistics have a number for every column.
+    // SAFETY: `forward` says why the views are valid; the buffers, of one type, and the statistics have a number for
+    // every column.
     unsafe { kernels.launch("columns_settle", ONE_BLOCK, &settle)? };
     Ok(writes)
 }
@@ -422,8 +423,8 @@ pub fn backward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews
         alpha_bwd,
         largest: v.largest(),
     };
-    // SAFETY: see `forward`; the gradients are fresh, the workspace has room for every slab, and slopes has three
-    // rows.
+    // SAFETY: `forward` says why the views are valid; the gradients are fresh, the workspace has room for every slab,
+    // and slopes has three rows.
     unsafe {
         kernels.launch("columns_gradient_sums", kernels.tiled, &sums_arguments)?;
         // Partial results follow each other without gaps, so their stride is their length.

@@ -21,7 +21,7 @@ fn is_pad(pad: &[u8], r: usize) -> bool {
 /// [`BLOCK_ROWS`] ends with them. The last call ends a block, and may have no rows.
 #[inline(always)]
 fn in_blocks(rows: usize, pad: &[u8], mut step: impl FnMut([usize; GROUP], usize, bool)) {
-    // The indices of the group's real rows so far, and their number.
+    // `group` holds the indices of the group's real rows so far, and `filled` their number.
     let (mut group, mut filled, mut groups_in_block) = ([0; GROUP], 0, 0);
     for r in 0..rows {
         if is_pad(pad, r) {

@@ -113,7 +113,7 @@ fn forward_typed<E: Element>(c: &LossViews, to: &Losses) -> Result<()> {
 /// Runs [`backward`] on the CPU for the storage type E of the logits.
 fn backward_typed<E: Element>(c: &LossViews, lse: &View, dloss: &View, dlogits: &View) -> Result<()> {
     let (cols, smoothing) = (c.logits.cols(), c.smoothing);
-    // SAFETY: see `forward_typed`; dlogits is fresh.
+    // SAFETY: the conditions of `forward_typed` hold; dlogits is fresh.
     let (logits, lse, dloss, dlogits) = unsafe {
         let dlogits = Shared::new(dlogits.slice_mut::<E>());
         (c.logits.slice::<E>(), lse.slice::<E::Acc>(), dloss.slice::<E::Acc>(), dlogits)

@@ -52,7 +52,7 @@ fn backward_typed<E: Element>(dy: &View, given: &Inputs, [ds, da, dw]: [&View; 3
     if given.streams.cols == 0 {
         dw_all.fill(E::Acc::ZERO);
     }
-    // SAFETY: see above.
+    // SAFETY: these gradients are new and of E.
     let (ds, da) = unsafe { (Shared::new(ds.slice_mut::<E>()), Shared::new(da.slice_mut::<E>())) };
     let dw = Shared::new(dw_all);
     over_positions(given, |shape, [of_h, of_added, of_w, of_y]| {

@@ -54,7 +54,7 @@ fn forward_typed<E: Element>(x: &View, draw: &Draw, y: &View) -> Result<()> {
 /// Runs [`backward`] on the CPU for the storage type E of y.
 fn backward_typed<E: Element>(dy: &View, y: &View, draw: &Draw, dx: &View) -> Result<()> {
     let (rows, cols) = (y.rows(), y.cols());
-    // SAFETY: see `forward_typed`.
+    // SAFETY: C++ gave contiguous tensors of E and of one shape; dx is fresh.
     let (dy, y, dx) = unsafe { (dy.slice::<E>(), y.slice::<E>(), Shared::new(dx.slice_mut::<E>())) };
     let dropout = draw.dropout();
     parallel::over_rows(rows, cols, |_, all| {

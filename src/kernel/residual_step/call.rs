@@ -77,7 +77,7 @@ where
     let (rows, cols) = (v.x.rows(), v.x.cols());
     // SAFETY: C++ gave contiguous tensors of these types and shapes; x_plus, y and stats are fresh.
     let (step, x, f) = unsafe { (step::<X::Acc>(v, cols), v.x.slice::<X>(), v.f.slice::<F>()) };
-    // SAFETY: see above.
+    // SAFETY: x_plus, y and stats are fresh and of these types.
     let (x_plus, y, stats) = unsafe {
         (Shared::new(v.x_plus.slice_mut::<X>()), Shared::new(v.y.slice_mut::<Y>()), Shared::new(v.stats.slice_mut()))
     };
@@ -105,8 +105,8 @@ where
 {
     let norm = kernel.get::<X::Acc>();
     let (rows, cols) = (v.x_plus.rows(), v.x_plus.cols());
-    // SAFETY: see `forward_typed`; the gradients are fresh, and those that are sums over rows have the accumulation
-    // type.
+    // SAFETY: the inputs are as in `forward_typed`; the gradients are fresh, and those that are sums over rows have the
+    // accumulation type.
     let (step, x_plus, x, f, stats, dx_plus, dy) = unsafe {
         (
             step::<X::Acc>(v, cols),
@@ -118,10 +118,10 @@ where
             g.dy.slice::<Y>(),
         )
     };
-    // SAFETY: see above.
+    // SAFETY: dx and df are fresh and of these types.
     let (dx, df) = unsafe { (Shared::new(g.dx.slice_mut::<X>()), Shared::new(g.df.slice_mut::<F>())) };
     let has_df = !g.df.is_absent();
-    // SAFETY: see above.
+    // SAFETY: these gradients are fresh and of the accumulation type.
     let [dweight, dbias, dalpha, dbeta]: [&mut [X::Acc]; 4] =
         unsafe { [g.dweight, g.dbias, g.dalpha, g.dbeta].map(|v| v.slice_mut()) };
     let mut curve_gradients = [X::Acc::ZERO; NUMBERS];
@@ -138,7 +138,8 @@ where
         }
         // SAFETY: the ranges are disjoint and inside dx.
         let dx = unsafe { dx.slice(all.clone()) };
-        // SAFETY: see above; df never shares dx's memory, because df is left out if both are equal.
+        // SAFETY: the ranges are disjoint and inside df; df never shares dx's memory, because df is left out if both
+        // are equal.
         let df = if has_df { unsafe { df.slice(all.clone()) } } else { &mut [] };
         let mut grads = Gradients { dweight, dbias, dalpha, dbeta, dnumbers };
         super::backward::<X, F, Y>(

@@ -78,7 +78,7 @@ impl<A: Accumulator> Scales<A> {
             let dbeta = &mut self.dbeta.as_chunks_mut::<PAIR_LANES>().0[range_if(wants_dbeta)];
             done += n;
             for i in 0..n {
-                // G of each row: N′(dy) = p·(w⊙dy) + q·x̂ − r, then plus dx⁺.
+                // `total` is G of each row: N′(dy) = p·(w⊙dy) + q·x̂ − r, then plus dx⁺.
                 let mut total = [[Of::<A, S>::zero(); 2]; GROUP];
                 if has_dy {
                     let w = if weighted { Of::<A, S>::pair(&weight[i]) } else { [Of::<A, S>::splat(A::ONE); 2] };

@@ -58,6 +58,7 @@ impl Group {
         self.size
     }
 
+    /// Returns the number of columns.
     pub fn cols(&self) -> usize {
         self.cols
     }

@@ -111,7 +111,7 @@ fn forward_typed<E: Element>(norm: &RowNormFns<E::Acc>, v: &RowViews) -> Result<
         unsafe { (v.x.slice::<E>(), v.weight.slice(), v.bias.slice(), v.y.slice_mut::<E>(), v.stats.slice_mut()) };
     let (y, stats) = (Shared::new(y), Shared::new(stats));
     if let Some(curve) = &norm.curve {
-        // SAFETY: see above.
+        // SAFETY: the curve's numbers are of the accumulation type.
         let numbers = unsafe { v.numbers() };
         parallel::over_rows(rows, cols, |_, all| {
             // SAFETY: the ranges are disjoint and inside y.
@@ -132,14 +132,14 @@ fn forward_typed<E: Element>(norm: &RowNormFns<E::Acc>, v: &RowViews) -> Result<
 /// Runs [`backward`] on the CPU for the storage type E of x.
 fn backward_typed<E: Element>(norm: &RowNormFns<E::Acc>, v: &RowViews, g: &RowGradients) -> Result<()> {
     let (rows, cols) = (v.x.rows(), v.x.cols());
-    // SAFETY: see `forward_typed`; dx, dweight and dbias are fresh.
+    // SAFETY: the inputs are as in `forward_typed`; dx, dweight and dbias are fresh.
     let (dy, x, weight, stats, dx) =
         unsafe { (g.dy.slice::<E>(), v.x.slice::<E>(), v.weight.slice(), v.stats.slice(), g.dx.slice_mut::<E>()) };
-    // SAFETY: see above.
+    // SAFETY: dweight and dbias are fresh and of the accumulation type.
     let (dweight, dbias): (&mut [E::Acc], &mut [E::Acc]) = unsafe { (g.dweight.slice_mut(), g.dbias.slice_mut()) };
     let dx = Shared::new(dx);
     if let Some(curve) = &norm.curve {
-        // SAFETY: see above.
+        // SAFETY: the curve's numbers are of the accumulation type.
         let (numbers, mut dnumbers) = (unsafe { v.numbers() }, [E::Acc::ZERO; NUMBERS]);
         parallel::sum_over_rows(rows, cols, [dweight, dbias, &mut dnumbers], |_, all, [dweight, dbias, dnumbers]| {
             // SAFETY: the ranges are disjoint and inside dx.

@@ -261,7 +261,7 @@ impl<'a, A: Accumulator> BendBack<'a, A> {
             }
         }
         dx.finish();
-        // Each row's terms of the gradients of scale, Σ u⊙x, and shift, Σ u.
+        // `sums` holds each row's terms of the gradients of scale, Σ u⊙x, and shift, Σ u.
         let sums = rows!(r => [sum_ux[r][0].add(sum_ux[r][1]).sum(), sum_u[r][0].add(sum_u[r][1]).sum()]);
         for [dscale, dshift] in &sums[..count] {
             self.dnumbers[0] += *dscale;

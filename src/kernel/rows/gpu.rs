@@ -88,7 +88,7 @@ fn kind(parameter: &View) -> i32 {
 /// number of chunks per row. `types` are the dtypes of x, f and y; `views` are all matrices that the kernel accesses.
 fn variant(r: &RowViews, backward: bool, types: [i32; 3], views: &[&View]) -> Result<(Layout, String, i32)> {
     let cols = columns(&r.x_plus)?;
-    // The bytes of the narrowest type; dtype 0 is f32, and the others have 16 bits.
+    // `bytes` is the size of the narrowest type; dtype 0 is f32, and the others have 16 bits.
     let bytes = if types == [0; 3] { 4 } else { 2 };
     let parameters = [&r.alpha, &r.beta, &r.weight, &r.bias];
     let layout = Layout::of(cols, bytes, aligned(views) && aligned(&parameters));
@@ -211,7 +211,7 @@ pub fn backward(device: Device, program: &'static Program, r: &RowViews, g: &Row
         eps: r.eps as f32,
         dropout: OnDevice::of(&r.draw),
     };
-    // SAFETY: see `forward`; the workspace has a row for every block.
+    // SAFETY: the tensors are as in `forward`; the workspace has a row for every block.
     unsafe { cuda::launch(device, program, &options, "rows_backward", grid, &arguments)? };
     sum_partials(device, sums.cast(), grid.blocks as i32, [columns, stride], &outputs)
 }

@@ -121,7 +121,7 @@ fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>;
     let shift = rows!(r => Of::<E::Acc, S>::splat(about[r]));
 
     let ahead = GROUP * cols_usize;
-    // Factors for the padded last block: 1 for the row's numbers, 0 for the padding.
+    // The padded last block is multiplied by these factors: 1 for the row's numbers, 0 for the padding.
     let mut real = [E::Acc::ZERO; PAIR_LANES];
     real[..cols_usize % PAIR_LANES].fill(E::Acc::ONE);
     let real = Of::<E::Acc, S>::pair(&real);
@@ -273,8 +273,9 @@ impl<'a, A: Accumulator> Weight<'a, A> {
             let dweight = &mut self.dcolumns.as_chunks_mut::<PAIR_LANES>().0[columns.clone()];
             let dbias = &mut self.dbias.as_chunks_mut::<PAIR_LANES>().0[columns];
             done += n;
-            let k = if W { n } else { 0 };
-            let (weight, dweight, dbias) = (&weight[..k], &mut dweight[..k], &mut dbias[..k]);
+            // Slices of a length known to be n let the compiler drop the checks of indices.
+            let count = if W { n } else { 0 };
+            let (weight, dweight, dbias) = (&weight[..count], &mut dweight[..count], &mut dbias[..count]);
             for b in 0..n {
                 each_row!(S, r => {
                     fetch(&dy[r][b], ahead);
@@ -395,6 +396,7 @@ pub struct Affine<A: Accumulator, S: Isa, const C: bool> {
 }
 
 impl<A: Accumulator, S: Isa, const C: bool> Affine<A, S, C> {
+    /// Copies the row's shift and scale to all lanes.
     #[inline(always)]
     pub fn of(row: Measured<A>) -> Self {
         Affine { scale: Pack::splat(row.scale), shift: Pack::splat(row.shift) }
@@ -423,6 +425,7 @@ pub struct Lines<A: Accumulator, S: Isa, const C: bool> {
 }
 
 impl<A: Accumulator, S: Isa, const C: bool> Lines<A, S, C> {
+    /// Copies the row's shift and scale and the coefficients of its dx to all lanes.
     #[inline(always)]
     pub fn of((row, gradient): (Measured<A>, RowGradient<A>)) -> Self {
         // Adding −0 changes nothing, but adding 0 would turn −0 into 0.
