@@ -32,6 +32,7 @@ pub trait FieldType {
     const KIND: &'static str;
     const OPTIONAL: bool = false;
     const PER_LAYER: bool = false;
+    /// Returns the words that are allowed; empty if values are not words.
     fn choices() -> Vec<&'static str> {
         Vec::new()
     }
@@ -59,9 +60,11 @@ macro_rules! choice {
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum $name { $($(#[$doc])* $variant),+ }
         impl $name {
+            /// Returns the word for this choice.
             pub fn name(self) -> &'static str {
                 match self { $($name::$variant => $word),+ }
             }
+            /// Returns the choice for a word; an error lists all words.
             pub fn parse(word: &str) -> $crate::error::Result<Self> {
                 match word {
                     $($word => Ok($name::$variant),)+

@@ -244,6 +244,7 @@ mod tests {
                 let off_d = (d * size - &dx).abs().max().double_value(&[]);
                 assert!(off < 1e-5 && off_d < 1e-5, "{name} {size}: {off} {off_d}");
             }
+            // An ε that is large beside x makes y small, but not 0.
             let off = (run(&(&x * 1e-25), 1e-5).0).abs().max().double_value(&[]);
             assert!(off > 0.0 && off < 1e-18, "{name}: {off}");
         }

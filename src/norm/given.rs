@@ -53,6 +53,7 @@ pub enum GivenShape {
     Matrix([GivenSide; 2]),
 }
 
+/// The name of a shape: one number, or one number per column.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GivenName {
@@ -60,6 +61,7 @@ pub enum GivenName {
     Width,
 }
 
+/// The length of a matrix's side: a number, or the norm's width.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum GivenSide {
@@ -67,6 +69,7 @@ pub enum GivenSide {
     Width(GivenWidth),
 }
 
+/// The word "width" in JSON; serde refuses every other word.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GivenWidth {

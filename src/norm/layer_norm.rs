@@ -25,9 +25,10 @@ impl RowNorm for LayerNorm {
     }
 
     fn measure_scaled<A: Accumulator>(x: &[A], eps: A) -> Measured<A> {
+        // Numbers are divided by the largest one, so that their squares stay in range.
         let unit = magnitude(x);
         if unit == A::ZERO {
-            return Measured { shift: unit, scale: A::ONE / eps.sqrt() };
+            return Measured { shift: A::ZERO, scale: A::ONE / eps.sqrt() };
         }
         // The second sums are about the mean of the first, so that the sum of squares loses few digits.
         let cols = A::from_f64(x.len() as f64);

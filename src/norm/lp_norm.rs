@@ -141,6 +141,7 @@ mod tests {
                 true => 2.0,
                 false => v.iter().map(|v| v.abs().powf(p)).sum::<f64>().powf(1.0 / p),
             };
+            // dx = (g/n)(dy − w⟨u, dy⟩) with u = x/n; `along` is ⟨u, dy⟩.
             let along: f64 = v.iter().zip([1.0, 0.5, -1.0, 2.0]).map(|(v, d)| v / n * d).sum();
             for (i, d) in [1.0, 0.5, -1.0, 2.0].into_iter().enumerate() {
                 let w = match p.is_infinite() {

@@ -25,6 +25,7 @@ impl RowNorm for RmsNorm {
     }
 
     fn measure_scaled<A: Accumulator>(x: &[A], eps: A) -> Measured<A> {
+        // Numbers are divided by the largest one, so that their squares stay in range.
         let unit = magnitude(x);
         // A row of zeros has the sum of squares 0, and no unit by which to divide.
         let total = if unit > A::ZERO { sum(x, |v| v / unit * (v / unit)) } else { unit };

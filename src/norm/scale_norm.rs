@@ -25,6 +25,7 @@ impl RowNorm for ScaleNorm {
     }
 
     fn measure_scaled<A: Accumulator>(x: &[A], eps: A) -> Measured<A> {
+        // Numbers are divided by the largest one, so that their squares stay in range.
         let unit = magnitude(x);
         // In a row of zeros 1/unit is infinite whatever the square, and `clamped` makes it 1/ε.
         let square = if unit > A::ZERO { sum(x, |v| v / unit * (v / unit)) } else { A::ONE };
@@ -96,6 +97,7 @@ mod tests {
     /// Returns dx for the gradient g of x̂, by the formula.
     fn dx(x: &[f64], g: &[f64], eps: f64) -> Vec<f64> {
         let (u, divisor) = normalised(x, eps);
+        // ⟨u, g⟩; where ε limits the length, the length has no gradient.
         let along: f64 = if divisor > eps { g.iter().zip(&u).map(|(g, u)| g * u).sum() } else { 0.0 };
         g.iter().zip(&u).map(|(g, u)| (g - u * along) / divisor).collect()
     }

@@ -37,22 +37,22 @@ impl Spec {
 /// The way in which x̂ is computed.
 #[derive(Clone, Copy)]
 pub enum Form {
-    /// In the composed form, row by row, for a norm without kernels such as the example in CONTRIBUTING.md.
+    /// The composed form computes x̂ row by row. This is for norms without kernels, as in CONTRIBUTING.md's example.
     #[allow(dead_code)]
     Composed(ComposedNorm),
-    /// In the composed form, by a formula that computes y from x and all parameters, weight included.
+    /// A composed formula computes y, not x̂, from x and all parameters, weight included.
     Whole(WholeNorm),
-    /// By kernels, row by row. The fused residual step uses the same kernels.
+    /// Kernels compute x̂ row by row. The fused residual step uses the same kernels.
     Rows(&'static RowNormOpSpec),
-    /// By an operator of this norm alone, row by row.
+    /// An operator that only this norm has computes y row by row.
     Operator(&'static CompositeNormOpSpec),
-    /// In another form, which the function chooses by the options. The first field is the form shown in tables.
+    /// The function chooses another form by the norm's options. The first field is the form shown in tables.
     Chosen(&'static Form, fn(&NormArgs) -> Result<Form>),
-    /// With statistics of columns, measured over all rows of a batch.
+    /// x̂ uses statistics of columns, measured over all rows of a batch.
     Columns(&'static ColumnNormOpSpec),
-    /// With statistics of columns, plus a learned share of x, and in training perhaps mixed with a norm of rows.
+    /// y uses statistics of columns, adds a learned share of x, and may be mixed with a norm of rows in training.
     Blended(&'static BlendedNormOpSpec),
-    /// By a function that a user declares, row by row.
+    /// A function that a user declares computes y row by row.
     Own(&'static OwnNorm),
 }
 
@@ -271,6 +271,7 @@ impl Numbers {
 pub struct StateBuffer {
     pub name: &'static str,
     pub shape: DeclaredShape,
+    /// The initial value of every element.
     pub start: f64,
     pub is_counter: bool,
 }

@@ -17,6 +17,7 @@ pub fn peak_of<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, usize)> {
 struct Counter(*mut c_void);
 
 impl Counter {
+    /// Starts counting the allocations of this thread.
     fn new() -> Result<Self> {
         // SAFETY: the function takes no arguments, and the counter belongs to us until `drop`.
         let counter = unsafe { nfrs_count_memory() };
@@ -26,6 +27,7 @@ impl Counter {
         Ok(Counter(counter))
     }
 
+    /// Returns the largest number of bytes that were allocated at once since `new`.
     fn peak(&self) -> usize {
         // SAFETY: `new` created the counter, and `drop` has not run.
         unsafe { nfrs_counted_peak(self.0) }.max(0) as usize

@@ -66,6 +66,7 @@ struct WithoutCudnn;
 static WITHOUT_CUDNN: Mutex<(usize, bool)> = Mutex::new((0, false));
 
 impl WithoutCudnn {
+    /// Turns cuDNN's attention off, unless another guard has done so.
     fn new() -> Self {
         let mut state = WITHOUT_CUDNN.lock().unwrap_or_else(PoisonError::into_inner);
         let (guards, was_on) = &mut *state;

@@ -22,9 +22,11 @@ pub struct ColumnNormOp {
 
 /// The arguments of [`ColumnNormOp::call`].
 pub struct Column<'a> {
+    /// Rows (…, d); the weight and the bias are (d,).
     pub x: &'a Tensor,
     pub weight: Option<&'a Tensor>,
     pub bias: Option<&'a Tensor>,
+    /// A bool tensor (…), true at padding rows.
     pub pad_mask: Option<&'a Tensor>,
     pub state: StateTensors,
     /// The statistics of an earlier run of the same forward pass (activation checkpointing). If given, the norm uses

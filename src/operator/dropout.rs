@@ -43,7 +43,7 @@ pub fn draw(call: &Call, [p, seed, site]: [&Value; 3]) -> Draw {
 }
 
 /// Returns the dropout factors with which a formula multiplies t, 0 or 1/(1 − p), in t's shape; `None` without
-/// dropout.
+/// dropout. `draw` is (p, seed, site).
 pub fn drawn_for(t: &Tensor, draw: [&Value; 3]) -> Result<Option<Tensor>> {
     let size = t.size();
     let cols = size.last().copied().unwrap_or(1);

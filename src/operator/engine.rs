@@ -54,10 +54,12 @@ impl Handle {
         Handle { library: "", ..Handle::new(name) }
     }
 
+    /// Counts a kernel call.
     pub fn count_kernel(&self) {
         self.count(&self.kernel);
     }
 
+    /// Counts a formula call.
     pub fn count_composed(&self) {
         self.count(&self.composed);
     }

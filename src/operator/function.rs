@@ -54,6 +54,7 @@ pub fn evaluate(function: impl Differentiable + 'static, inputs: &[&Tensor]) -> 
 /// A callback that appends a tensor to a list. The list takes ownership of the tensor.
 type Push = unsafe extern "C" fn(list: *mut c_void, t: *mut CTensor);
 
+/// Appends a new tensor to the outputs of [`apply`].
 unsafe extern "C" fn push(list: *mut c_void, t: *mut CTensor) {
     // SAFETY: the list belongs to `apply`, which waits for C++ to return; the tensor is new.
     unsafe { (*list.cast::<Vec<Tensor>>()).push(Tensor::from_ptr(t.cast())) }

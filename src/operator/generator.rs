@@ -19,6 +19,7 @@ extern "C" {
 pub struct Generator(NonNull<c_void>);
 
 impl Generator {
+    /// Creates a generator with this seed.
     pub fn new(seed: u64) -> Result<Self> {
         // SAFETY: the function takes no pointer, and this value owns the one that is returned.
         NonNull::new(unsafe { nfrs_generator(seed) }).map(Generator).ok_or_else(shim_error)

@@ -48,6 +48,7 @@ const ARGUMENT: i32 = 2;
 const OUTPUT: i32 = 3;
 
 impl Origin {
+    /// Returns a source from which the argument is always passed.
     fn of(kind: i32, index: usize) -> Self {
         Origin { kind, index: index as u32, only_for: -1 }
     }
@@ -362,6 +363,7 @@ mod tests {
         Operator::new(schema, arguments, [gradient("dx", "x"), gradient(result, "x")])
     }
 
+    /// Returns the error's text, or "" if there is no error.
     fn message<T>(result: Result<T>) -> String {
         result.err().map_or(String::new(), |e| e.to_string())
     }
