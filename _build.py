@@ -197,7 +197,7 @@ def _torch_folder() -> Path | None:
             f"NORMFORMER_RS_TORCH_DIR is {named}, which holds no torch: expected the folder that "
             '`python -c "import torch; print(torch.__path__[0])"` prints'
         )
-    spec = importlib.util.find_spec("torch")  # without isolation, or if the isolated environment has a torch
+    spec = importlib.util.find_spec("torch")  # it finds a torch unless pip's isolation hides it
     if spec is not None and spec.origin:
         return Path(spec.origin).parent
     places = [sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]

@@ -46,7 +46,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as together:
             built, platforms = [], []
             for torch in options.torch:
-                with tempfile.TemporaryDirectory() as temporary:  # 5 GB, most of it torch's CUDA
+                with tempfile.TemporaryDirectory() as temporary:  # it gets 5 GB, most of it CUDA
                     print(f"== {python}: building against torch {torch}", flush=True)
                     bin = environment(python, Path(temporary, "env"), torch_requirement(torch), "--requirement", TOOLS)
                     sdist = sdist or build_sdist(bin, options.output)
@@ -108,7 +108,7 @@ def build_wheel(bin: Path, sdist: Path, folder: Path) -> Path:
         os.utime(path)  # an sdist's files are from 2006, and cargo takes an old file for an unchanged one
     (root,) = source.iterdir()
     flags = ("--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", folder)
-    path = f"{bin}{os.pathsep}{os.environ['PATH']}"  # for maturin
+    path = f"{bin}{os.pathsep}{os.environ['PATH']}"  # pip finds maturin there
     changes = {"PATH": path, "CARGO_TARGET_DIR": str(products / "cargo")}
     run(bin / "pip", "wheel", *flags, root, env={**os.environ, **changes})
     (wheel,) = folder.glob("*.whl")
@@ -172,7 +172,7 @@ def combined(wheels: list[Path], tag: str, platform: str, output: Path) -> Path:
         for path, data in files.items():
             digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
             record.append(f"{path},sha256={digest},{len(data)}\n")
-            entry = zipfile.ZipInfo(path, date_time=(1980, 1, 1, 0, 0, 0))  # the same files make the same wheel
+            entry = zipfile.ZipInfo(path, date_time=(1980, 1, 1, 0, 0, 0))  # a fixed date makes wheels equal
             entry.external_attr = 0o644 << 16
             entry.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(entry, data)
@@ -208,7 +208,7 @@ def built_against(files: dict[str, bytes]) -> tuple[int, int]:
 
 def _replace(text: str, line: str, by: str) -> str:
     """Returns the metadata with `by` in place of its one line that the pattern `line` matches."""
-    head, blank, body = text.partition("\n\n")  # README follows the metadata
+    head, blank, body = text.partition("\n\n")  # README follows the metadata after an empty line
     head, count = re.subn(rf"^{line}$", by, head, flags=re.M)
     if count != 1:
         raise SystemExit(f"expected one line {line!r} in the wheel's metadata, found {count}")

@@ -69,11 +69,11 @@ def module(name: str) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _summary(home: ModuleType, names: list[str]) -> str:
+def _summary(imported: ModuleType, names: list[str]) -> str:
     """Returns a table of the page's names and the first sentences of their docstrings."""
     rows, anchors = [], Counter[str]()
     for name in names:
-        anchor, value = name.lower(), getattr(home, name)
+        anchor, value = name.lower(), getattr(imported, name)
         link = f"#{anchor}_{anchors[anchor]}" if anchors[anchor] else f"#{anchor}"
         anchors[anchor] += 1
         is_plain = isinstance(value, (dict, str))  # such values have the docstring of their type, which is left out
@@ -102,7 +102,7 @@ def _drawn(sentence: str) -> str:
     clauses = head.split(", ")
     # Try to draw all clauses, then one less, and so on.
     for count in range(len(clauses), 0, -1):
-        drawn = equations.render(", ".join(clauses[:count]))  # <code> if it is no equation
+        drawn = equations.render(", ".join(clauses[:count]))  # without <math> if it could not be read
         if "<math" in drawn:
             return drawn + _marked("".join(f", {clause}" for clause in clauses[count:]) + mark + tail)
     return _marked(sentence)

@@ -62,7 +62,7 @@ def _runs(line: str) -> list[str]:
     depth = position = 0  # the number of open parentheses, and of the tokens that were read
     while position < len(tokens):
         token, previous = tokens[position], tokens[position - 1] if position else " "
-        # The number of tokens in a remark that begins here.
+        # The number of tokens in a remark that begins here; 0 if none begins.
         aside = _aside(tokens[position:]) if depth == 0 and token == "(" and previous.isspace() else 0
         depth += (token in _OPEN) - (token in _OPEN.values())
         if aside:
@@ -171,7 +171,7 @@ class _Parser:
         """Returns a symbol, number, root or group, with its subscripts and superscripts, and its argument in
         parentheses."""
         token = self.take()
-        is_callable = False
+        is_callable = False  # True if parentheses after the symbol hold its argument
         if token == "√":
             return f"<msqrt>{_bare(self.factor())}</msqrt>"
         if token in _OPEN:
@@ -181,7 +181,7 @@ class _Parser:
             self.take()
         elif token[0].isdigit():
             base = f"<mn>{token}</mn>"
-            is_callable = self.peek() == "["
+            is_callable = self.peek() == "["  # 1[…] is an indicator function
         elif token[0].isalpha():
             base, is_callable = _symbol(token), True
         elif token in "∞⅓½∂":

@@ -34,6 +34,7 @@ def papers(source: str, name: str) -> list[str]:
     table = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text()[begin : text().index("<a id=", begin + 1)], re.M)
     found = []
     for keys, paper in table:
+        # A row may name one norm or scheme for which a source means this paper.
         citations = [key.strip(" *") for key in re.split("[;,]", keys)]
         if (
             any(re.search(re.escape(key) + r"(?!\w| \()", source) for key in citations)

@@ -200,7 +200,7 @@ def _hooks(name: str, seen: dict[str, _Forward]) -> tuple[Callable[..., None], C
     @torch.no_grad()
     def before(norm: RunningNorm, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         """Stores copies of the norm's inputs and of its running statistics."""
-        if is_second_run():  # a second run, for activation checkpointing
+        if is_second_run():  # activation checkpointing runs the forward again in backward
             return
         given = given | dict(zip(("x", "padding_mask"), args))  # arguments by position get their names
         x, mask = given["x"].detach(), given.get("padding_mask")

@@ -177,7 +177,7 @@ def _sized(config: TransformerConfig, over: str, value: int) -> TransformerConfi
     """Returns the configuration with another width or depth, and without dropout. Errors: InputError for a width that
     does not fit."""
     rates = dict.fromkeys(("dropout", "embedding_dropout", "attention_dropout", "activation_dropout"), 0.0)
-    if config.attention == "tensorized":  # it has no such rate
+    if config.attention == "tensorized":  # this kind of attention has no dropout
         del rates["attention_dropout"]
     if over == "depth":
         return config.replace(**rates, encoder_layers=value, decoder_layers=value)

@@ -77,7 +77,7 @@ def _of_operator(
             is_past = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril(first)
             logits = logits.masked_fill(~is_past, -math.inf)
         if attn_mask is not None:
-            has_one_row = attn_mask.dim() < 2 or attn_mask.shape[-2] == 1  # for all queries
+            has_one_row = attn_mask.dim() < 2 or attn_mask.shape[-2] == 1  # one row is for all queries
             mask = attn_mask if has_one_row else attn_mask[..., first : first + size, :]
             logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
         yield logits
@@ -93,9 +93,9 @@ def _of_module(given: Mapping[str, Any]) -> Iterator[Tensor]:
     bias = given["in_proj_bias"]
     biases = bias.chunk(3)[:2] if bias is not None else (None, None)
     q, k = (F.linear(x, w, b) for x, w, b in zip((query, key), weights, biases))
-    if q.dim() == 2:  # without a batch
+    if q.dim() == 2:  # the input has no dimension for the batch
         q, k = q[:, None], k[:, None]
-    # (T, B, d) → (B, heads, T, d_head)
+    # This gives the heads a dimension of their own: (T, B, d) → (B, heads, T, d_head).
     q, k = (t.reshape(len(t), t.shape[1], heads, -1).permute(1, 2, 0, 3) for t in (q, k))
     mask = _added(given["attn_mask"], q.dtype)
     if mask is not None and mask.dim() == 3:

@@ -207,7 +207,7 @@ class Probe:
         """Measures `update` of the optimizer's step inside the block, and adds it to `readings`."""
         before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         yield
-        self._passes = {}  # collects the updates alone
+        self._passes = {}  # `_updated` fills it with the updates
         for name, p in self.model.named_parameters():
             if name in before and before[name].shape == p.shape:
                 self._updated(name, before[name], p)
@@ -317,7 +317,7 @@ class Probe:
             elif event == "layer":
                 self._layer(self._layers[self._within.pop()][0], self._input, *tensors)
             elif event == "norm":
-                # A norm without parameters is no module.
+                # The Transformer has no module for a norm without parameters; then this adds nothing.
                 self._norms.update(module for module, own in self._names.items() if own == name)
                 self._activations(name, "norm", tensors[0].detach())
             elif event == "product":
@@ -355,7 +355,7 @@ class Probe:
             if visible.dim() > 3:
                 by_head = visible.flatten(1, -3)  # grouped heads may have two dimensions
                 maxima = by_head.transpose(0, -3).flatten(1).amax(1).tolist()
-                head_maxima = [*map(max, maxima, head_maxima or maxima)]  # empty before the first part
+                head_maxima = [*map(max, maxima, head_maxima or maxima)]  # none before the first part
         for head, value in enumerate(head_maxima):
             self._passes[f"{name} head {head}", f"head {head}", "head_logit"] = (layer, value)
         self._passes[name, "attention", "logit"] = (layer, largest)
@@ -412,7 +412,7 @@ def _shares_of_loop(model: Transformer) -> dict[str, list[_Share]]:
     found: dict[str, list[_Share]] = {}
     for name, parameter in model.named_parameters():
         module, _, leaf = name.rpartition(".")
-        if leaf == "in_proj_weight":  # with rows for queries, keys and values, in this order
+        if leaf == "in_proj_weight":  # its rows are those of queries, keys and values, in this order
             rows = len(parameter)
             queries = rows // 3 if model.config.attention == "tensorized" else model.config.d_model
             sizes = [queries, (rows - queries) // 2, (rows - queries) // 2]

@@ -57,7 +57,7 @@ def allow_dataclass_defaults() -> None:
     def get_field(cls: type, name: str, *rest: Any) -> Any:
         """Runs the original function, with a hash for the default's type if fairseq or hydra declares it."""
         default = cls.__dict__.get(name)
-        if isinstance(default, dataclasses.Field):  # written as field(default=…)
+        if isinstance(default, dataclasses.Field):  # the default was written as field(default=…)
             default = default.default
         kind = type(default)
         is_foreign = kind.__module__.partition(".")[0] in _FOREIGN and dataclasses.is_dataclass(kind)

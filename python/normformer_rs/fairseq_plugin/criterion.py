@@ -78,7 +78,7 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
         entries = logits.shape[-1] if mask is None else self._vocabulary(model)[1]
         if self.smoothing == "fairseq":
             per_entry = self.eps / max(entries - 1, 1)  # B of the class's formula
-            on_target = 1 - self.eps - per_entry  # A
+            on_target = 1 - self.eps - per_entry  # A of that formula
         else:
             per_entry = self.eps / entries
             on_target = 1 - self.eps

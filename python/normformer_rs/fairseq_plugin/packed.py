@@ -132,6 +132,7 @@ class RowAttention(MultiheadAttention):
 
 
 _POINTS = {"q": "query", "k": "key", "v": "value"}
+"""The points inside attention at which a residual scheme may change queries, keys and values."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -260,7 +260,7 @@ def from_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
         # fairseq takes a stack of a version below 3 for one without a last norm.
         fairseq_state[f"{side}.version"] = torch.tensor([3.0])
         positions = state.get(f"{_POSITIONS[side]}.weight")
-        if positions is None:  # sinusoids, for which fairseq saves this buffer alone
+        if positions is None:  # for sinusoids fairseq saves only this buffer
             fairseq_state[f"{side}.embed_positions._float_tensor"] = torch.zeros(1)
         else:
             before = positions.new_zeros(_FIRST_POSITION, positions.shape[1])
@@ -300,8 +300,8 @@ def read_checkpoint(path: Path_, trust: bool = False) -> dict[str, Any]:
     if not Path(path).is_file():
         raise InputError(f"{path}: no such file; expected a checkpoint of fairseq")
     try:
-        # On exit the context manager removes its types from torch's list. So it gets only types that are not in the
-        # list already: the program may need the others later.
+        # When it ends, the context manager removes its types from torch's list of allowed types. Types that are in this
+        # list already are not given to it, because the program may need them later.
         allowed = torch.serialization.get_safe_globals()
         with torch.serialization.safe_globals([kind for kind in SAFE if kind not in allowed]):
             saved = torch.load(path, map_location="cpu", weights_only=not trust)
@@ -483,7 +483,7 @@ def flags_from(config: TransformerConfig) -> dict[str, Any]:
         side = {"encoder": "source", "decoder": "target"}[stack]
         flags |= {f"{stack}_learned_pos": True, f"max_{side}_positions": config.max_positions}
     for stack in stacks:
-        sizes = (config.d_model, config.d_ff, getattr(config, f"{stack}_layers"), config.heads)  # as SIZES names them
+        sizes = (config.d_model, config.d_ff, getattr(config, f"{stack}_layers"), config.heads)  # in the order of SIZES
         flags |= {f"{stack}_{key}": size for key, size in zip(SIZES, sizes)}
     for field in TransformerConfig.FIELDS:
         value = getattr(config, field.name)

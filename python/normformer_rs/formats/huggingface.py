@@ -501,7 +501,7 @@ def to_huggingface(
     Errors: InputError for options that have no counterpart there, naming them, and for an existing `output`.
     """
     types: list[bool] | None = None  # for each id, True if it is in the target vocabulary
-    texts: dict[str, str] = {}  # by the file's name
+    texts: dict[str, str] = {}  # the content of the text files, by their names
     context: int | None = None  # the run's segment_length
     if isinstance(model, Transformer):
         config, state, origin = model.config, {k: v.detach() for k, v in model.state_dict().items()}, "the model"

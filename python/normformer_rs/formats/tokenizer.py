@@ -45,7 +45,7 @@ def tokenizer_files(vocabulary: str, codes: str | None, unseen: Sequence[int], s
             f"vocabulary.txt has {len(pieces)} types and the model {size}: the file is damaged, or another run's"
         )
     splitting = _split() if codes is None else list(_merged(codes))
-    # These pieces in a text become unknown.
+    # A text may contain these pieces; there they become unknown.
     never = "|".join(re.escape(piece) for piece in (_BOS, _PAD, _EOS, *(pieces[i] for i in unseen)))
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     content = {
@@ -149,7 +149,7 @@ def _joined() -> list[dict[str, Any]]:
     return [
         _replace(rf"\A(?:{_BOS}|{_PAD})\z", ""),
         _replace(rf"\A{_EOS}\z", "\n"),
-        _replace(r"(?<=[^\n])\z", " "),  # a space after each piece, which a piece within a word loses with its @@
+        _replace(r"(?<=[^\n])\z", " "),  # each piece gets a space after it; the next step removes "@@ "
         _replace("@@ ", ""),
         {"type": "Fuse"},
         _replace(r" (?=\n|\z)", ""),

@@ -162,7 +162,7 @@ def _runs(folder: Path, settings: dict[str, Any]) -> "Runs":
     (bool)."""
     from .runs import Runs
 
-    # Inside `quiet` the level is higher, and there is no progress bar.
+    # Inside `quiet` only warnings are logged. Then there is no progress bar, either.
     progress = settings["progress"] and logging.getLogger("normformer_rs").level < logging.WARNING
     return Runs(folder, **{**settings, "progress": progress})
 

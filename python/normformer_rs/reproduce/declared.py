@@ -36,7 +36,7 @@ def source(value: Any) -> str:
     prompt."""
     try:
         return inspect.getsource(value)
-    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # a file that was changed after its import
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # a changed file may raise the last two
         name = getattr(value, "__qualname__", type(value).__qualname__)
         return f"{getattr(value, '__module__', '')}.{name}"
 

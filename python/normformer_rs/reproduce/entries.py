@@ -126,8 +126,8 @@ def made(name: str, entry: Table) -> Reproduction:
     """Returns the reproduction that a table of entries.toml declares. Errors: InputError for an unknown field."""
     entry = _like(entry, _FILE)
     shared = {field: value for field, value in entry.items() if field not in SCALES}
-    # Each scale has the entry's fields, overridden by those of the scale for all entries, then by the entry's for it.
-    # Only scale check needs no table in the entry.
+    # A scale has the fields of the entry. They are overridden by the fields of this scale for all entries, and then by
+    # the entry's own table of the scale. Only scale check needs no such table.
     scales = {
         scale: _scale(_merged(shared, _SCALES.get(scale, {}), _like(entry.get(scale, {}), _SCALES)))
         for scale in SCALES

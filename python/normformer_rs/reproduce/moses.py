@@ -109,7 +109,7 @@ def _tools(language: str):  # type: ignore[no-untyped-def]
 @cache
 def _unprinted() -> re.Pattern[str]:
     """Returns a pattern for the characters of Unicode's category "other" (C), like Perl's \\p{C}."""
-    ranges: list[list[int]] = []  # the first and the last code of each
+    ranges: list[list[int]] = []  # the first and the last code of each range
     for code in range(sys.maxunicode + 1):
         if unicodedata.category(chr(code)).startswith("C"):
             if ranges and ranges[-1][1] == code - 1:  # the character follows the last range

@@ -111,7 +111,7 @@ def _pairs(first: Iterable[str], second: Iterable[str], what: str) -> Iterator[t
         yield source, target
 
 
-# TED
+# Corpora of TED talks
 
 _TED_PAIRS = {"gl→en": ("gl", "en"), "sk→en": ("sk", "en"), "en→he": ("en", "he"), "ar→en": ("ar", "en")}
 _ABSENT = {"", "__NULL__", "_ _ NULL _ _"}
@@ -137,7 +137,7 @@ def _make_ted(raw: Raw, folder: Path, _: int) -> None:
             _write_pairs((prefix.with_suffix(f".{source}"), prefix.with_suffix(f".{target}")), kept[name])
 
 
-# IWSLT
+# Corpora of IWSLT
 
 _IWSLT15 = {"train": "train", "dev": "tst2012", "test": "tst2013"}
 _IWSLT14_TESTS = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
@@ -231,7 +231,7 @@ class _Parts:
         shutil.rmtree(self.folder / "whole")
 
 
-# WMT
+# Corpora of WMT
 
 _GOOGLE = {"train": "train.tok.clean.bpe.32000", "valid": "newstest2013.tok.bpe.32000",
            "test": "newstest2014.tok.bpe.32000"}  # fmt: skip
@@ -282,7 +282,7 @@ _WMT17 = ("europarl-v7.de-en", "commoncrawl.de-en", "news-commentary-v12.de-en")
 _WMT14_FR = ("europarl-v7.fr-en", "commoncrawl.fr-en", "undoc.2000.fr-en", "news-commentary-v9.fr-en",
              "giga-fren.release2.fixed")  # fmt: skip
 
-# Many languages
+# Corpora of many languages
 
 _OPUS_NAME = re.compile(r"opus\.(?P<pair>\w+-\w+)-(?P<part>train|dev|test)\.(?P<language>\w+)")
 _UN_NAME = re.compile(r"MultiUN\.(?P<pair>\w+-\w+)\.(?P<language>\w+)")
@@ -355,7 +355,7 @@ def _make_multiun(raw: Raw, folder: Path, _: int) -> None:
         _append_pairs(folder, "multiun", "test", [(language, last[_HELD_OUT:])])
 
 
-# Texts that are copied
+# Corpora whose files are only copied
 
 
 def _copied(corpus: str) -> Make:
@@ -489,7 +489,7 @@ class Counted(NamedTuple):
             return True
         whole, decimals, suffix = number.groups()
         unit = {"": 1, "k": 1_000, "M": 1_000_000}[suffix]
-        precision = unit / 10 ** len(decimals or "")  # of the last printed digit, in lines
+        precision = unit / 10 ** len(decimals or "")  # the lines that the last printed digit stands for
         value = float(f"{whole.replace(',', '')}.{decimals or 0}") * unit
         return abs(self.lines - value) <= precision / 2 if unit > 1 else self.lines == value
 

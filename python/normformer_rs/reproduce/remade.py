@@ -61,7 +61,7 @@ def stored(results: Results) -> list[tuple[Row, dict[str, str]]]:
     with other options are left out."""
     rows = []
     for row in results.scale.rows:
-        # The table's seeds, as offsets from the row's first seed.
+        # `seeded` takes a seed as its offset from the row's first seed.
         numbers = sorted({_seed(results, line) - row.seed for line in results.rows})
         for number in numbers:
             if number >= 0 and (columns := results.find(row.seeded(number))) is not None:

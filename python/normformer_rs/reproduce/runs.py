@@ -240,7 +240,7 @@ class Course(NamedTuple):
     def verdict(self, has_ended: bool, entropy: float, valid: float) -> str:
         """Returns the verdict by docs/spec.md §4.14. `has_ended`: False if the loss stopped being finite. `entropy`:
         the unigram model's entropy, in nats per token. `valid`: the validation NLL."""
-        # "not <", so that a rise of NaN counts as diverged, too.
+        # A comparison with NaN is False, so with "not <" a rise of NaN counts as diverged, too.
         if not has_ended or not self.rise < max(0.05 * entropy, 2 * self.error):
             return "diverged"
         if valid <= 0.75 * entropy:

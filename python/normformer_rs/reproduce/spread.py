@@ -98,7 +98,7 @@ def within(t: float, freedom: int) -> float:
     """Returns Student's P(|T| ≤ |t|), by its finite series (Abramowitz & Stegun 26.7.3, 26.7.4)."""
     angle = math.atan(abs(t) / math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
-    # `term` is the next term of the series. Odd numbers of degrees of freedom have 26.7.3, even ones 26.7.4.
+    # Equation 26.7.3 is for odd degrees of freedom, 26.7.4 for even ones. `term` is the next term of the series.
     if freedom % 2:
         term, total = cosine, 0.0
         for k in range(1, freedom - 1, 2):
@@ -117,7 +117,7 @@ def quantile(share: float, freedom: int) -> float:
     low, high = 0.0, 1.0
     while within(high, freedom) < share:
         high *= 2
-    for _ in range(60):  # more halvings than a float has binary digits, 53
+    for _ in range(60):  # a float has 53 binary digits, so 60 halvings suffice
         middle = (low + high) / 2
         low, high = (middle, high) if within(middle, freedom) < share else (low, middle)
     return high
@@ -128,7 +128,7 @@ def corrected(values: Sequence[float]) -> list[float]:
     several equal rows is called different is no larger than for a single row."""
     result, largest = [0.0] * len(values), 0.0
     for rank, i in enumerate(sorted(range(len(values)), key=values.__getitem__)):
-        # A corrected p is never below that of a smaller p, hence the largest so far.
+        # A corrected p must not be below that of a smaller p, so it is at least the largest so far.
         largest = max(largest, min(1.0, (len(values) - rank) * values[i]))
         result[i] = largest
     return result

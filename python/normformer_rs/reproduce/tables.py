@@ -156,7 +156,7 @@ def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
     values = list(dict.fromkeys(row.key[shown.across] for row, _ in measured))
     grouped: dict[tuple[str, ...], dict[str, tuple[Row, Found]]] = {}
     for row, found in measured:
-        rest = tuple(value for key, value in row.key.items() if key != shown.across)
+        rest = tuple(value for key, value in row.key.items() if key != shown.across)  # these values name the line
         grouped.setdefault(rest, {})[row.key[shown.across]] = row, found
     keys = [key for key in measured[0][0].key if key != shown.across] if measured else []
     lines, first_mean = [], None
@@ -217,7 +217,7 @@ def baseline_of(scale: Scale, row: Row) -> Row | None:
     index = [other.key for other in same_text].index(row.key)
     if index == 0 and scale.shown.compared in COMPARED:
         return None
-    number = row.seed - same_text[index].seed  # of the row's seed, counted from its first seed
+    number = row.seed - same_text[index].seed  # 0 for the row's first seed, 1 for its second, …
     if scale.shown.compared in COMPARED:
         return same_text[index - 1 if scale.shown.compared == "before" else 0].seeded(number)
     # `compared` is a value of the first key. The baseline has this value, and the row's values of all other keys.

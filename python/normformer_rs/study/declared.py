@@ -118,7 +118,8 @@ class Study:
     data: str | PathLike[str] = "data"
 
     def __post_init__(self) -> None:
-        def put(name: str, value: Any) -> None:  # sets an attribute of the frozen dataclass
+        def put(name: str, value: Any) -> None:
+            # A frozen dataclass refuses assignments, but not this call.
             object.__setattr__(self, name, value)
 
         check_kinds(self)
@@ -261,9 +262,10 @@ class Study:
             if "evaluate_every" not in {**shared, **cell.options}:
                 options["evaluate_every"] = max(1, updates // 4)  # four evaluations of each run
             if "evaluation_beam" not in {**shared, **cell.options} and not _uses_bleu(options):
-                options["evaluation_beam"] = 0  # evaluations would translate the validation set for nothing
+                options["evaluation_beam"] = 0  # nothing reads BLEU, so evaluations translate nothing
             if "prores_steps" not in {**shared, **cell.options}:
-                options["prores_steps"] /= _count(options, "decoder_layers")  # `_CLOCKS` has the share of all layers
+                # The share in `_CLOCKS` is for all layers together; the option is for one layer.
+                options["prores_steps"] /= _count(options, "decoder_layers")
             options = {name: _duration(name, value, updates) for name, value in options.items()}
             options = _needed(options)
             options["init"] = options.get("init") or _own_start(options.get("residual"))

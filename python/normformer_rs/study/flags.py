@@ -11,6 +11,7 @@ from ..config import unknown
 from ..errors import InputError
 
 REPORTS = ("tensorboard", "wandb", "trackio")
+"""The names of the clients. Their functions are in `reports.py`, which is not imported here, because it needs torch."""
 DEFAULT = Path(__file__).with_name("default.toml")
 """The file of the study that is made if the command line names none."""
 

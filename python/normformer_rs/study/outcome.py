@@ -86,7 +86,7 @@ def outcome(study: Study, results: Results) -> Outcome:
     comparisons = holm(comparisons)
     arms = [_compared(study, arm, comparisons.get(_key(arm.cell))) for arm in arms]
     missing = study.runs - sum(map(_count_runs, arms))
-    # `results.stale` counts rows of reported seeds; those that chose rates come on top.
+    # `results.stale` counts only rows of reported seeds, so the rows that choose rates are counted here.
     tuning = [row for cell in study.cells for seed in range(1, study.seeds + 1) for row in study.tuning(cell, seed)]
     return Outcome(study, arms, results, missing, sum(map(results.is_stale, tuning)) + results.stale)
 

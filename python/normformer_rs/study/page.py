@@ -76,7 +76,7 @@ def sentence(outcome: Outcome, arm: Arm) -> str:
     name, base = arm.cell.name, study.baseline
     if not arm.values:
         return f"{name} has not been measured yet."
-    edge = ""  # a sentence that follows any of the results below
+    edge = ""  # this sentence is appended to each of the results below
     if arm.edges:
         edge = f" {name} had a rate at the edge of the grid with {arm.edges} of {len(arm.values)} seeds: "
         edge += "a better one may lie beyond."
@@ -173,7 +173,7 @@ def _blocks(outcome: Outcome, output: Path, words: str) -> list[Block]:
 
         head, lines = ["arm", "parameters", "start bit-equal", "start unlike, or have no counterpart"], unequal(study)
         blocks += [Heading(f"Starts, against {study.baseline}"), Table(head, lines)]
-    # An arm's runs: the reported ones, and those that chose the rates.
+    # The numbers of runs include those that chose the rates.
     costs = [[arm.cell.name, str(len(arm.values) + sum(map(len, arm.curve.values()))), duration(arm.seconds)]
              for arm in outcome.arms]  # fmt: skip
     blocks += [Heading("Cost"), Table(["arm", "runs", "time of training"], costs)]

@@ -64,6 +64,7 @@ REPORTS: dict[str, Callable[[Outcome, Path], None]] = {
     "wandb": to_wandb,
     "trackio": to_trackio,
 }
+"""The functions that report a study, by the names that --report takes."""
 
 
 def _runs(outcome: Outcome, output: Path) -> Iterator[tuple[Row, dict[str, float], list[_Curve]]]:
