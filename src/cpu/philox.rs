@@ -96,6 +96,7 @@ pub fn fill(stream: &Stream, first_row: usize, rows: usize, cols: usize, out: &m
         if blocks_left == 0 {
             break;
         }
+        // `counters[i][l]` is word i of the counter of the group's block l: the block's index, its row, then `high`.
         let mut counters = [[0; LANES], [0; LANES], [high[0] as u64; LANES], [high[1] as u64; LANES]];
         // The group before may have ended with its row.
         if block as usize == per_row {

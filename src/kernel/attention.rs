@@ -100,8 +100,10 @@ multiversion! {
                     transpose(&result, block.count, d, width, &mut q_t, lanes);
                     load(&k, s.k_start, s.k_len, column, d, E::Acc::ONE, &mut keys, width);
                     load(&v, s.k_start, s.k_len, column, d, E::Acc::ONE, &mut values, width);
-                    // Sᵀ = K·(scale·Q)ᵀ; a product's rows, here the keys, are rounded up to whole tiles.
+                    // A product's rows, here the keys, are rounded up to whole tiles.
                     let tiles = s.k_len.next_multiple_of(TILE);
+                    // `product` takes its shape, and each matrix with the distances of its elements. This is
+                    // Sᵀ = K·(scale·Q)ᵀ.
                     product([tiles, lanes, d], &keys, [width, 1], &q_t, lanes, &mut scores, lanes, REPLACE);
                     hide(a, s, block, &mut scores, lanes);
                     softmax(&mut scores[..s.k_len * lanes], &mut maxima[..lanes], &mut sums[..lanes]);
@@ -181,7 +183,8 @@ multiversion! {
                     load(&v, s.k_start, s.k_len, column, d, one, &mut values, width);
                     transpose(&queries, block.count, d, width, &mut q_t, lanes);
                     transpose(&douts, block.count, d, width, &mut dout_t, lanes);
-                    // p holds Sᵀ and then Pᵀ; ds holds V·dOᵀ, then dPᵀ and dSᵀ.
+                    // `product` takes its shape, and each matrix with the distances of its elements. p holds Sᵀ =
+                    // K·(scale·Q)ᵀ and then Pᵀ; ds holds V·dOᵀ, then dPᵀ and dSᵀ.
                     product([tiles, lanes, d], &keys, [width, 1], &q_t, lanes, &mut p, lanes, REPLACE);
                     product([tiles, lanes, d], &values, [width, 1], &dout_t, lanes, &mut ds, lanes, REPLACE);
                     hide(a, s, block, &mut p, lanes);
@@ -194,6 +197,7 @@ multiversion! {
                     }
                     weights(&mut p[..s.k_len * lanes], &log_sums[..lanes]);
                     mask.prepare(a, head, s.k_len, block.count, lanes);
+                    // dP = M∘(dO·Vᵀ)
                     mask.apply(a, &mut ds[..s.k_len * lanes]);
                     let shares = shares.map(|shares| {
                         let mut block_shares = [one; QUERIES];

@@ -169,7 +169,7 @@ fn scratch<E: Element>(cols: usize) -> Vec<Lanes<E::Acc>> {
 }
 
 multiversion! {
-    /// Computes [`forward`], with a workspace `scratch` for one row.
+    /// Computes [`forward`] for targets that are ignored or in V_t; `scratch` is the workspace of one row.
     fn forward_rows[isa S][E: Element](
         cols: usize,
         logits: &[E],
@@ -197,7 +197,7 @@ multiversion! {
 }
 
 multiversion! {
-    /// Computes [`backward`].
+    /// Computes [`backward`] for targets that are ignored or in V_t.
     fn backward_rows[isa S][E: Element](
         cols: usize,
         logits: &[E],
@@ -219,13 +219,14 @@ multiversion! {
             // p_v = exp(z_v − max)/Σ; the coefficient takes the divisor Σ, which is the same for all columns.
             weights.all = weights.all / exp;
             gradient_from_max::<E, S>(z, &vocabulary.keep, max, weights, dz);
+            // The target's gradient has another coefficient, so it is written last.
             dz[target as usize] = E::store(weights.of_target((z[target as usize].load() - max).exp()));
         }
     }
 }
 
 multiversion! {
-    /// Computes [`in_place`], with a workspace `scratch` for one row.
+    /// Computes [`in_place`] for targets that are ignored or in V_t; `scratch` is the workspace of one row.
     fn in_place_rows[isa S][E: Element](
         cols: usize,
         logits: &mut [E],
@@ -251,6 +252,7 @@ multiversion! {
             // The coefficient takes the divisor of p_v = exp(z_v − max)/Σ, which is the same for all columns.
             weights.all = weights.all / sums.exp;
             gradient_from_exp(scratch, weights, z);
+            // The target's gradient has another coefficient, so it is written last.
             z[target] = E::store(weights.of_target(scratch[target / B].0[target % B]));
         }
     }

@@ -59,6 +59,7 @@ pub fn exp_f32<S: Isa>(x: f32) -> f32 {
     // The comparison is written so that a NaN fails it and stays a NaN.
     let clamped = if x < -87.3 { -87.3 } else { x };
     let (p, r, scale) = reduced::<S>(clamped);
+    // The exponential is scale·(1 + r·p), with the p of `reduced`.
     let p = mul_add::<f32, S>(p, r, 1.0);
     // If p is NaN the scale's bits are garbage, but the product is NaN anyway.
     let e = p * scale;

@@ -72,6 +72,7 @@ multiversion! {
         let (store, store_y) = (Store::of(x_plus, cols), Store::of(y, cols));
         let group = Group::new::<S>(x.len() / cols, cols);
         let mut mask = Mask::new(step.dropout, first_row, group);
+        // Spare rows, to read and to write, fill up the last group.
         let (spare_x, spare_f) = (group.spare::<X>(), group.spare::<F>());
         let (mut spare_x_plus, mut spare_y) = (group.spare_out::<X>(), group.spare_out::<Y>());
         let mut bend = norm.curve.as_ref().map(|curve| Bend::new(curve, step.numbers, cols));
@@ -136,6 +137,7 @@ multiversion! {
         let (store, store_f) = (Store::of(dx, cols), Store::of(df, cols));
         let group = Group::new::<S>(dx_plus.len().max(dy.len()) / cols, cols);
         let mut mask = Mask::new(step.dropout, first_row, group);
+        // Spare rows, to read and to write, fill up the last group.
         let (spare_x, spare_f, spare_y) = (group.spare::<X>(), group.spare::<F>(), group.spare::<Y>());
         let (mut spare_dx, mut spare_df) = (group.spare_out::<X>(), group.spare_out::<F>());
         for g in 0..group.count() {

@@ -195,6 +195,7 @@ multiversion! {
         let (weight, bias) = (columns(weight, cols, E::Acc::ONE), columns(bias, cols, E::Acc::ZERO));
         let store = Store::of(y, cols);
         let group = Group::new::<S>(x.len() / cols, cols);
+        // Spare rows, to read and to write, fill up the last group.
         let (spare, mut spare_out) = (group.spare::<E>(), group.spare_out::<E>());
         for g in 0..group.count() {
             let x = group.rows(g, x, &spare);
@@ -227,6 +228,7 @@ multiversion! {
         let mut weight = Weight::new(norm, weight, cols, eps, dweight, dbias);
         let store = Store::of(dx, cols);
         let group = Group::new::<S>(x.len() / cols, cols);
+        // Spare rows, to read and to write, fill up the last group.
         let (spare, mut spare_out) = (group.spare::<E>(), group.spare_out::<E>());
         for g in 0..group.count() {
             let (dy, x) = (group.rows(g, dy, &spare), group.rows(g, x, &spare));

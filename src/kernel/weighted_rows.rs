@@ -72,6 +72,7 @@ pub fn add_products<E: Element, S: Isa>(rows: &[E], weights: &[E::Acc], k: usize
     // Returns for each row its weights of y_j, y_(j+1), ….
     let weights_of = |j: usize| weights.chunks_exact(k).map(move |weights| &weights[j..]);
     let (fours, rest) = y.split_at_mut(k / 4 * 4 * width);
+    // Four rows of y together load each block of `rows` once.
     for (four, y) in fours.chunks_exact_mut(4 * width).enumerate() {
         let pairs = rows.chunks_exact(width).zip(weights_of(4 * four));
         for b in 0..width / PAIR_LANES {
@@ -128,6 +129,7 @@ pub fn dots<E: Element, S: Isa>(a: &[E], rows: &[E::Acc], to: &mut [E::Acc]) {
     let d = a.len();
     let (fours, rest) = to.as_chunks_mut::<4>();
     let (rows_of_fours, last_rows) = rows.split_at(fours.len() * 4 * d);
+    // Four rows together load each block of `a` once.
     for (rows, to) in rows_of_fours.chunks_exact(4 * d).zip(fours) {
         let mut sums = [[Of::<E::Acc, S>::zero(); 2]; 4];
         for b in 0..d / PAIR_LANES {

@@ -278,23 +278,25 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_is_an_error() {
-        let t = |rows, cols| Tensor::zeros([rows, cols], (Kind::Float, Device::Cpu));
+        let zeros = |rows, cols| Tensor::zeros([rows, cols], (Kind::Float, Device::Cpu));
         let rows = rows();
         let reads = ReadRows { offsets: &OFFSETS, rows: &rows };
         let beyond = ReadRows { offsets: &OFFSETS, rows: &[KEYS as u32; 24] };
         let short = ReadRows { offsets: &OFFSETS[..5], rows: &rows };
+        // Rows beyond the keys, too few offsets, values narrower than keys, heads that do not divide the columns, keys
+        // whose rows are not contiguous, and keys of another type are all refused.
         for (q, k, v, reads, heads) in [
-            (t(5, 8), t(KEYS, 8), t(KEYS, 8), beyond, 2),
-            (t(5, 8), t(KEYS, 8), t(KEYS, 8), short, 2),
-            (t(5, 8), t(KEYS, 8), t(KEYS, 6), reads, 2),
-            (t(5, 8), t(KEYS, 8), t(KEYS, 8), reads, 3),
-            (t(5, 8), t(KEYS, 8).transpose(0, 1).contiguous().transpose(0, 1), t(KEYS, 8), reads, 2),
-            (t(5, 8), t(KEYS, 8).to_kind(Kind::Double), t(KEYS, 8), reads, 2),
+            (zeros(5, 8), zeros(KEYS, 8), zeros(KEYS, 8), beyond, 2),
+            (zeros(5, 8), zeros(KEYS, 8), zeros(KEYS, 8), short, 2),
+            (zeros(5, 8), zeros(KEYS, 8), zeros(KEYS, 6), reads, 2),
+            (zeros(5, 8), zeros(KEYS, 8), zeros(KEYS, 8), reads, 3),
+            (zeros(5, 8), zeros(KEYS, 8).transpose(0, 1).contiguous().transpose(0, 1), zeros(KEYS, 8), reads, 2),
+            (zeros(5, 8), zeros(KEYS, 8).to_kind(Kind::Double), zeros(KEYS, 8), reads, 2),
         ] {
             assert!(attention([&q, &k, &v], reads, heads, 1.0, &Extras::NONE).is_err());
         }
-        let (x, sinks) = (t(5, 8), t(1, 3).view(-1i64));
+        let (x, sinks) = (zeros(5, 8), zeros(1, 3).view(-1i64));
         let extras = Extras { sinks: Some(&sinks), ..Extras::NONE };
-        assert!(attention([&x, &t(KEYS, 8), &t(KEYS, 8)], reads, 2, 1.0, &extras).is_err());
+        assert!(attention([&x, &zeros(KEYS, 8), &zeros(KEYS, 8)], reads, 2, 1.0, &extras).is_err());
     }
 }

@@ -70,6 +70,7 @@ multiversion! {
         }
         let (weight, bias) = (columns(weight, cols, E::Acc::ONE), columns(bias, cols, E::Acc::ZERO));
         let (store, group) = (Store::of(y, cols), Group::new::<S>(x.len() / cols, cols));
+        // Spare rows, to read and to write, fill up the last group.
         let (spare, mut spare_out) = (group.spare::<E>(), group.spare_out::<E>());
         let mut bend = Bend::new(curve, numbers, cols);
         for g in 0..group.count() {
@@ -92,10 +93,12 @@ multiversion! {
         }
         let mut bend = BendBack::new(curve, numbers, weight, cols, dweight, dbias, dnumbers);
         let (store, group) = (Store::of(dx, cols), Group::new::<S>(x.len() / cols, cols));
+        // Spare rows, to read and to write, fill up the last group.
         let (spare, mut spare_out) = (group.spare::<E>(), group.spare_out::<E>());
         for g in 0..group.count() {
             let (dy, x) = (group.rows(g, dy, &spare), group.rows(g, x, &spare));
             let dx = group.rows_mut(g, dx, &mut spare_out);
+            // Without a residual step there is no dx⁺ to add.
             bend.backward::<S, E, E, E>(dy, x, [&[]; GROUP], group.range(g).len(), dx, store);
         }
         store.finish();

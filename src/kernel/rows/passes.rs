@@ -324,7 +324,8 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         &self.columns
     }
 
-    /// Computes the second half of the gradient: dx = p·g + q·x̂ − r.
+    /// Computes the second half of the rows' gradient: dx = p·g + q·x̂ − r with g = w⊙dy, from the results of
+    /// [`row_gradients`](Self::row_gradients).
     #[inline(always)]
     pub fn apply<S: Isa, E: Element<Acc = A>>(
         &self,
@@ -334,6 +335,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         dx: [&mut [E]; GROUP],
         store: Store,
     ) {
+        // The pass is compiled with and without a weight per column, and with and without shifts.
         if self.columns.is_empty() {
             self.apply_to::<S, E, false, false>(dy, x, row_gradients, dx, store);
         } else if self.norm.stats < 2 {
