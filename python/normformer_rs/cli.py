@@ -165,7 +165,7 @@ def report(error: BaseException) -> None:
     """Prints an error as one line on standard error, and a second line if the command line cannot be parsed."""
     what = "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "error"
     message = escaped(" ".join(str(error).split()))
-    # A message may quote a forged file. Of a long one, the first 2000 and the last 997 characters are shown.
+    # A message may quote a forged file. A long one is cut down to its first 2000 and last 997 characters.
     if len(message) > _LONGEST:
         message = f"{message[: _LONGEST - 1000]} … {message[-997:]}"
     lines = [f"{PROG}: {what}" + (f": {message}" if message else "")]

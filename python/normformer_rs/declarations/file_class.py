@@ -88,6 +88,7 @@ class FromFile:
     was made from the file."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Pickles an object of a file's class with the names of module and class, which `_new` looks up."""
         reduced = super().__reduce_ex__(protocol)
         kind = type(self)
         # Only the usual way of pickling, an empty object and its state, is replaced: `_new` makes the empty object.

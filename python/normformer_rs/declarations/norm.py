@@ -42,11 +42,14 @@ class Norm(FromFile):
     """Numbers by name, with their default values."""
 
     def __init_subclass__(cls, **rest: Any) -> None:
+        """Registers a class that has a name; one without is a base of others."""
         super().__init_subclass__(**rest)
         if isinstance(getattr(cls, "name", None), str):
             _register(cls)
 
     def __init__(self, **options: float) -> None:
+        """Makes the norm with these options; the others have their defaults. Errors: InputError for an unknown option,
+        a value that is no number, and a wrong declaration."""
         if not isinstance(getattr(self, "name", None), str):
             raise InputError(f'{type(self).__name__} has no name: write name = "…" in the class')
         _register(type(self))

@@ -94,6 +94,8 @@ class MultiheadAttention(nn.MultiheadAttention):
                 write_whole(self.sinks, lambda whole: nn.init.normal_(whole, std=0.02))
 
     def _reset_parameters(self) -> None:
+        """Initialises the matrices as in torch.nn, and the sinks and the gate, if there are any. torch.nn's constructor
+        calls this before sinks and a gate can exist."""
         super()._reset_parameters()
         self.reset_sinks()
         if self.gate is not None:

@@ -37,6 +37,7 @@ class Origin:
         """The buffers' values after the last optimizer step, by their index in `steering()`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Origin":
+        """Returns the link of a copy of the holder, which leads to the module that trains."""
         new, module = Origin(), self.holder()
         # A copy of a copy follows the module that trains, too.
         if self.source() is not None:
@@ -48,6 +49,7 @@ class Origin:
         return new
 
     def __reduce__(self) -> Any:
+        """Pickles as an empty link, because weak references cannot be pickled."""
         return Origin, ()
 
     def trains(self) -> None:
@@ -136,10 +138,12 @@ class Steered(nn.Module):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles and copies the module with buffers that fit its weights."""
         self.take_over()
         return super().__reduce_ex__(protocol)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Saves buffers that fit the weights."""
         self.take_over()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 

@@ -52,7 +52,7 @@ class RepBN(BatchNorm, norm="repbn", beside=("share", "start")):
         super().__init__(num_features, eps, alpha, device=device, dtype=dtype, **settings)
 
     def steering(self) -> Steering:
-        # Every update that moves the statistics also moves this parameter.
+        """Returns the running statistics, each with a parameter that every update moves together with them."""
         owner = self.share if self.weight is None else self.weight
         return [(owner, getattr(self, buffer.name)) for buffer in self.declared.buffers]
 
@@ -125,15 +125,18 @@ class PRepBN(
         self.reset_growth()
 
     def watched(self) -> Iterator[nn.Parameter]:
+        """Yields the parameters whose updates t counts, R's weight first."""
         if self.row_weight is not None:
             yield self.row_weight  # the only gain that learns in the warm-up
         yield from self.parameters(recurse=False)
 
     def steering(self) -> Steering:
+        """Returns the running statistics and t, each with a parameter whose updates move it."""
         owner = next(self.watched())  # its updates move t, the last buffer
         return [*super().steering()[:-1], (owner, self.t)]  # [:-1]: RepBN pairs t with its own weight
 
     def counted_out(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Returns the mask of the positions that are left out of RepBN's statistics. `mask`: True at padding."""
         if not self.training or not self.warm:
             return mask
         # During the warm-up no position counts, so that the statistics stay.

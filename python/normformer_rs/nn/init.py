@@ -42,10 +42,12 @@ def draw_linear(
         sizes, groups = [*widths], [[role] for role in roles]
 
     def draw(t: Tensor) -> None:
+        """Fills t, which has the weight's shape, block after block."""
         for block, group in zip(t.split(sizes), groups, strict=True):
             _core.draw_linear(block, group, *where)
 
     def draw_bias(t: Tensor) -> None:
+        """Fills t, which has the bias's shape, block after block. Its values may depend on fan_in."""
         for block, group in zip(t.split(sizes), groups, strict=True):
             _core.draw_bias(block, group, weight.shape[1], config)
 
@@ -130,6 +132,7 @@ class FirstValues:
         self.drawn, self.place, self.sublayer = drawn, place, sublayer
 
     def __call__(self) -> None:
+        """Sets the linear layer to its initial values."""
         linear: Any = self.linear()
         drawn = self.drawn
         if not getattr(self.layer(), "has_own_values", False):

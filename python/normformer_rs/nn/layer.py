@@ -226,7 +226,7 @@ class Layer(Growing, Placeable):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._set_linear_resets()
+        self._set_linear_resets()  # pickled linear layers have torch.nn's own `reset_parameters`
 
     def adopt(self, place: Place, in_stack: bool) -> None:
         """Completes a converted torch.nn layer: its children stay, including the norms that the scheme keeps."""

@@ -230,7 +230,7 @@ class TransformerDecoderLayer(Layer):
     attentions = ("self_attn", "multihead_attn")
 
     def _depths(self, encoder_layers: int | None, decoder_layers: int | None) -> dict[str, Any]:
-        """Returns the configuration's architecture and depths. Without `encoder_layers` both stacks are as deep."""
+        """Returns the configuration's architecture and depths. Without `encoder_layers`, both depths are equal."""
         layers = 1 if decoder_layers is None else decoder_layers
         others = layers if encoder_layers is None else encoder_layers
         return {"architecture": "encoder-decoder", "encoder_layers": others, "decoder_layers": layers}

@@ -95,6 +95,7 @@ class RMSNorm(OffsetNorm, norm="rmsnorm"):
         return is_usual and (self.cast == "after" or x.dtype in (torch.float32, torch.float64))
 
     def fuses(self, x: Tensor) -> bool:
+        """True if the fused residual step can compute this norm, with all of its options, for x's dtype."""
         return super().fuses(x) and self.rounds_once(x)
 
     def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -104,7 +105,7 @@ class RMSNorm(OffsetNorm, norm="rmsnorm"):
         return y.contiguous()  # contiguous like a kernel's
 
     def extra_repr(self) -> str:
-        # Of the options beside torch.nn.RMSNorm's, only those with an unusual value are shown.
+        # Options that torch.nn.RMSNorm does not have are shown only if their value is unusual.
         usual = {"zero_centred": False, "cast": "after", "eps_place": "inside", "part": 1.0}
         unusual = {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
         shown = {"eps": self.eps, **unusual, "elementwise_affine": self.elementwise_affine}
@@ -147,9 +148,9 @@ class BiasedRMSNorm(RMSNorm):
         made in f32 at least."""
         if bias is None:
             return run(x, weight, None)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        y = run(x.to(wide), None if weight is None else weight.to(wide), None)
-        return (y + bias.to(wide)).to(x.dtype)
+        wide_dtype = torch.promote_types(x.dtype, torch.float32)
+        y = run(x.to(wide_dtype), None if weight is None else weight.to(wide_dtype), None)
+        return (y + bias.to(wide_dtype)).to(x.dtype)
 
 
 class ScaleNorm(OffsetNorm, norm="scalenorm"):
@@ -169,6 +170,7 @@ class ScaleNorm(OffsetNorm, norm="scalenorm"):
     """
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        # Nguyen and Salazar's code saves g as the number `scale`; here it is `weight` (1,).
         scale, weight = prefix + "scale", prefix + "weight"
         if self.weight is not None and scale in state_dict and weight not in state_dict:
             state_dict[weight] = state_dict.pop(scale).reshape(1)

@@ -216,8 +216,8 @@ class OffsetNorm(RowNorm):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         g, weight = prefix + "g", prefix + "weight"
         if self.weight is not None and g in state_dict and weight not in state_dict:
-            # x-transformers multiplies x/‖x‖ by √d. Here x̂ contains this factor if the norm has a weight per feature,
-            # and the initial gain √d contains it if the norm has a single gain.
+            # x-transformers multiplies x/‖x‖ by √d. If the norm has a weight per feature, x̂ contains this factor, and
+            # `self.gain()` is 1. If the norm has a single gain, `self.gain()` is √d.
             gain = (state_dict.pop(g) + float(self.unit_offset)) * self.gain()
             state_dict[weight] = self.numbers_of["weight"].inverse(gain)
         super()._load_from_state_dict(state_dict, prefix, *rest)

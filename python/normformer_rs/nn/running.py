@@ -262,6 +262,7 @@ class RunningNorm(Steered, Typed):
         return int(self.refused)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moves and casts the module, but keeps its statistics in 32 or 64 bits."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, old in before.items():
@@ -429,6 +430,7 @@ class PowerNorm(RunningNorm, norm="powernorm"):
         super().__init__(num_features, eps, groups=groups, device=device, dtype=dtype, **settings)
 
     def hidden(self, mask: Tensor | None) -> Tensor | None:
+        # The authors' code, which mode="release" follows, computes y at padding, too.
         return None if self.mode == "release" else mask
 
 

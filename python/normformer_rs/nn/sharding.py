@@ -96,7 +96,7 @@ def whole(module: nn.Module) -> Iterator[None]:
 
 
 def _copy(values: Tensor, target: Tensor) -> None:
-    """Copies the values into `target`, which comes last, because `write_whole` passes it."""
+    """Copies the values into `target`; it comes last, because `whole` sets only the first argument beforehand."""
     target.copy_(values)
 
 

@@ -43,6 +43,7 @@ class Sums(nn.Module):
     def __init__(self, declared: Combine, place: Place, factory: Mapping[str, Any], bias: bool) -> None:
         super().__init__()
         self.on_sums, self.skips_first = declared.on_sums, declared.skips_first
+        # `first` declares the initial values of `weight`.
         self.first, self.weight = declared.weight, make(declared.weight, place, factory)
         vars(self)[LEARNED] = {"weight": declared.weight.sums_over}
         # The declared name "combine.norms.3" becomes the key "3".

@@ -43,7 +43,7 @@ class Growing(Steered):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._follow()
+        self._follow()  # the hooks do not know a copied or unpickled module yet
 
     def _follow(self) -> None:
         """Registers the module with the hooks on optimizers' steps, for its t and for gains that need profiling."""
@@ -85,6 +85,8 @@ class Growing(Steered):
         return [(own, self.t) for own in candidates[:1]]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """Loads the module's tensors, and t also from an average of models that all had this t. Errors: InputError for
+        an average of different t."""
         t = state_dict.get(prefix + "t")
         # An average of several models has a floating-point t.
         if self.growth is not None and isinstance(t, Tensor) and t.is_floating_point() and not t.is_meta:
@@ -138,7 +140,7 @@ class Growing(Steered):
             return
         local: Any = parameter.detach()
         local = local.to_local() if hasattr(local, "to_local") else local
-        now, before = (local.double().sum().item(), float(self.t)), self._watched  # (the weight's sum, t) each
+        now, before = (local.double().sum().item(), float(self.t)), self._watched  # both are (the weight's sum, t)
         self._watched = now
         if before is None:
             return
