@@ -25,6 +25,7 @@ from .stream import Matrix, Places, Site, disturbed, join
 _PASSES = UNCHANGED | {"dropout", "drop_path", "expand", "repeat", "cat", "roll", "clamp"}
 """Operations that keep the mean of a vector at 0, if they keep its last dimension."""
 _ATTENTIONS = (nn.MultiheadAttention.forward, nfnn.MultiheadAttention.forward)
+"""The forwards of the attentions that may count as one operation."""
 _MOVES = frozenset(
     {"flatten", "transpose", "transpose_last", "permute", "view", "reshape", "contiguous", "unflatten", "__getitem__"}
 )
@@ -55,9 +56,10 @@ class Flow:
         attentions = [module for module in modules if whole and type(module).forward in _ATTENTIONS]
         self.found: Record = record(model, modules, self._runs, attentions)
         self.readers: dict[Key, list[Node]] = {}
+        """For each tensor, the operations that read it."""
         for node in self.found.nodes:
-            for at in dict.fromkeys(node.inputs):
-                self.readers.setdefault(at, []).append(node)
+            for tensor in dict.fromkeys(node.inputs):
+                self.readers.setdefault(tensor, []).append(node)
         own = (
             (module, leaf, t)
             for module in model.modules()
@@ -75,6 +77,7 @@ class Flow:
         """Runs the model and returns its flow. None: no input is known, or the model fails on it.
 
         Args:
+            places: the names of the model's modules and tensors.
             modes: one run for each entry, in training mode if it is True.
             whole: if True, each attention of torch.nn and of this package counts as one operation.
 
@@ -94,7 +97,7 @@ class Flow:
 
     @classmethod
     def needed(cls, model: nn.Module, example: Any, places: Places, modes: tuple[bool, ...] = (False,)) -> "Flow":
-        """Returns a flow with `whole=True`. Errors: InputError if the model cannot be run."""
+        """Returns the flow as `of` does, with `whole=True`. Errors: InputError if the model cannot be run."""
         flow = cls.of(model, example, places, modes, whole=True)
         if flow is None:
             raise refuse_without(model, "no input is known that it takes")
@@ -123,14 +126,16 @@ class Flow:
         return [t.clone() for t in tensors_in(self._runs()) if t.is_floating_point()]
 
     def check(self, before: list[Tensor], by: str) -> None:
-        """Raises InputError if the outputs differ from `before` by more than rounding, in any mode."""
+        """Raises InputError if the outputs differ from `before` by more than rounding, in any mode. `by`: what changed
+        the model, for the message."""
         try:
-            said = difference(before, self.outputs(), in_16_bits=0.3)  # 16-bit weights are rounded again by the fold
+            # in 16 bits the fold rounds the weights once more, so 0.3 is allowed instead of 0.1
+            fault = difference(before, self.outputs(), in_16_bits=0.3)
         except Exception as reason:  # a model may raise anything, for instance if it reads a norm's weight itself
-            said = f"which then fails ({type(reason).__name__}: {reason})"
-        if said is not None:
+            fault = f"which then fails ({type(reason).__name__}: {reason})"
+        if fault is not None:
             raise InputError(
-                f"{by} would change what {type(self.model).__name__} computes, {said}: nothing was changed"
+                f"{by} would change what {type(self.model).__name__} computes, {fault}: nothing was changed"
             )
 
     def name(self, module: nn.Module) -> str:
@@ -161,11 +166,11 @@ class Flow:
     def formulas(self) -> Iterator[tuple[str, nn.Module, str]]:
         """Yields the norms that are written as operations in a module's forward: the path of the innermost such module,
         the module, and a message."""
-        values = {key(t): t for t in tensors_in(self.found.alive)}
+        values = {key(t): t for t in tensors_in(self.found.alive)}  # all tensors of the run
         # by number of operations, so that the innermost module comes first
         spans = sorted(
             ((call.last - call.first, call, module) for module, calls in self.found.calls.items() for call in calls),
-            key=lambda one: one[0],
+            key=lambda span: span[0],
         )
         found: dict[nn.Module, str] = {}
         # operations that read the parameters of an uncalled norm are left out: `only_read` reports them
@@ -179,11 +184,11 @@ class Flow:
 
     def check_calls(self, exchanged: Mapping[nn.Module, nn.Module], by: str) -> None:
         """Runs the model after a swap. Raises InputError if it still calls an old norm, or calls the new one less
-        often. `exchanged`: old norm → new norm."""
-        called: dict[nn.Module, int] = {}
+        often. `exchanged`: old norm → new norm; `by`: the swap's title, for messages."""
+        calls: dict[nn.Module, int] = {}
 
         def count(module: nn.Module, _: Any) -> None:
-            called[module] = called.get(module, 0) + 1
+            calls[module] = calls.get(module, 0) + 1
 
         with contextlib.ExitStack() as hooks:
             for new in {*exchanged.values()}:  # hooks on a new norm also run on the old one: the two share them
@@ -194,7 +199,7 @@ class Flow:
                 kind, said = type(self.model).__name__, f"{type(reason).__name__}: {reason}"
                 raise InputError(f"{kind} does not run with {by} ({said}): nothing was changed") from reason
         for old, new in exchanged.items():
-            if old in called or called.get(new, 0) < len(self.calls(old)):
+            if old in calls or calls.get(new, 0) < len(self.calls(old)):
                 raise InputError(
                     f"{type(self.model).__name__} goes on calling {self.name(old)}, a {type(old).__name__}, by another "
                     "name than that, such as out of a list or a closure, where no swap reaches it: have the forward "
@@ -205,11 +210,11 @@ class Flow:
 
     def sites(self, known: Mapping[nn.Module, RecognisedNorm]) -> dict[nn.Module, Site]:
         """Returns for each norm a `Site`: the linear layers that read it, or the reason why nothing can be folded."""
-        made: dict[nn.Module, Site] = {}
+        site_of: dict[nn.Module, Site] = {}
         sources: dict[Matrix, dict[int, nn.Module]] = {}
-        """For each linear layer, the identity of a call → the norm that this call reads."""
+        """For each linear layer that reads a norm: the identity of a call's `Node` → the norm that the call reads."""
         for norm in self.norms(known):
-            site = made[norm] = Site({*self.places.modules[norm]}, self._read_raw(norm))
+            site = site_of[norm] = Site({*self.places.modules[norm]}, self._read_raw(norm))
             try:
                 read = [found for node in self.calls(norm) for found in self._linears(node)]
             except Stranger as reason:
@@ -219,19 +224,19 @@ class Flow:
                 sources.setdefault(matrix, {})[call] = norm
             site.readers = [*dict.fromkeys(matrix for matrix, _ in read)]
             site.fault = site.fault if read else "no linear layer reads it"
-        for norm, site in made.items():
+        for norm, site in site_of.items():
             faults = self._faults(site, sources, known[norm].bias is not None)
             site.fault = site.fault or next(filter(None, faults), "")
-        return made
+        return site_of
 
     def _faults(self, site: Site, sources: Mapping[Matrix, Mapping[int, nn.Module]], has_bias: bool) -> Iterator[str]:
         """Yields the reasons why a norm cannot be folded into the linear layers that read it; empty strings do not
         count. `has_bias`: whether the norm has a bias, which is folded into the layers' biases."""
         layers = {name for matrix in site.readers for name in self.places.modules[matrix.owner]}
         for matrix in site.readers:
-            name, owner, read = matrix.name, matrix.owner, sources[matrix]
+            name, owner, norm_of_call = matrix.name, matrix.owner, sources[matrix]
             # a call that reads no norm, or calls that read several norms
-            reads_others = len(self.calls(owner)) > len(read) or len({*read.values()}) > 1
+            reads_others = len(self.calls(owner)) > len(norm_of_call) or len({*norm_of_call.values()}) > 1
             yield f"{name} reads something else, too" if reads_others else ""
             raw = self._read_raw(owner)
             yield f"{name} is called, and {raw}" if raw else ""
@@ -247,32 +252,32 @@ class Flow:
         """Yields the linear layers that read the output of a norm's call, each with the identity of the reading call.
         Errors: Stranger if anything else reads the output."""
         todo, width = [*node.outputs], node.made[0][-1:]
-        for at in each_once(todo):  # the loop appends tensors that still hold the norm's columns
-            if at in self.found.returned:
+        for tensor in each_once(todo):  # the loop appends tensors that still hold the norm's columns
+            if tensor in self.found.returned:
                 raise Stranger("the model returns it")
-            for reader in self.readers.get(at, ()):
+            for reader in self.readers.get(tensor, ()):
                 is_identity = reader.what == "dropout" and getattr(reader.module, "p", None) == 0
                 if reader.what == "linear" and reader.module is not None:
-                    axis = 1 if type(reader.module).__name__ == "Conv1D" else 0
+                    axis = 1 if type(reader.module).__name__ == "Conv1D" else 0  # that of the weight's outputs
                     yield Matrix(self.name(reader.module), reader.module, "weight", "bias", axis), id(reader)
-                elif projections := self._projections(reader, at):
+                elif projections := self._projections(reader, tensor):
                     yield from ((matrix, id(reader)) for matrix in projections)
                 elif (is_identity or reader.what in UNCHANGED) and all(size[-1:] == width for size in reader.made):
                     todo += reader.outputs
-                elif reader.outputs[0] != at:  # an operation that returns this very tensor does not use its numbers
+                elif reader.outputs[0] != tensor:  # an operation that returns this very tensor does not use its numbers
                     raise Stranger(f"{self._described(reader)} reads it, too")
 
-    def _projections(self, reader: Node, at: Key) -> list[Matrix]:
-        """Returns the matrices of an attention that read the tensor `at`: those of queries, keys and values, and of the
-        output gate. Empty if `reader` is no attention, or if a scheme changes the attention's inputs first."""
+    def _projections(self, reader: Node, tensor: Key) -> list[Matrix]:
+        """Returns the matrices of the attention `reader` that read `tensor`: those of queries, keys and values, and of
+        the output gate. Empty if `reader` is no attention, or if a scheme changes the attention's inputs first."""
         owner: Any = reader.module
         if reader.what != "attention" or owner.in_proj_weight is None or _changes(owner, "input", *INPUTS):
             return []
         stacked = Matrix(self.name(owner), owner, "in_proj_weight", "in_proj_bias", 0)
         shares = stacked_rows(owner)
         # inputs 0, 1 and 2 are those of queries, keys and values; the output gate reads input 0, too
-        found = [stacked._replace(share=shares[i]) for i in range(3) if reader.inputs[i] == at]
-        gate = getattr(owner, "gate", None) if reader.inputs[0] == at else None
+        found = [stacked._replace(share=shares[i]) for i in range(3) if reader.inputs[i] == tensor]
+        gate = getattr(owner, "gate", None) if reader.inputs[0] == tensor else None
         return found if gate is None else [*found, Matrix(self.name(gate), gate, "weight", "bias", 0)]
 
     def _merged(self, name: str, linear: nn.Module) -> str:
@@ -317,11 +322,11 @@ class Flow:
         width = self._width(start)
         writers: dict[Writer, None] = {}  # an ordered set
         todo = [start]
-        for at in each_once(todo):  # the loop appends the tensors from which this one comes, and those made of it
-            if at in self.found.returned:
+        for tensor in each_once(todo):  # the loop appends the tensors from which this one comes, and those made of it
+            if tensor in self.found.returned:
                 raise Stranger("the model returns its residual stream without a norm")
-            todo += self._sources(at, width, writers)
-            for reader in self.readers.get(at, ()):
+            todo += self._sources(tensor, width, writers)
+            for reader in self.readers.get(tensor, ()):
                 norm = known.get(reader.module) if reader.what == "norm" and reader.module is not None else None
                 if norm is not None and norm.computes == "layernorm":
                     continue
@@ -329,22 +334,22 @@ class Flow:
                 keeps = reader.what in ADDITIONS | _PASSES | {str(RESIDUAL)} or reader.factor is not None
                 if not keeps or any(size[-1:] != (width,) for size in reader.made):
                     raise Stranger(f"{self._described(reader)} reads the residual stream")
-                todo += [out for out in reader.outputs if out != at]
+                todo += [out for out in reader.outputs if out != tensor]
         return [*writers]
 
-    def _width(self, at: Key) -> int:
+    def _width(self, tensor: Key) -> int:
         """Returns the number of columns of a tensor that a norm reads."""
-        node = next(node for node in self.readers[at] if node.what == "norm")
-        return node.shapes[node.inputs.index(at)][-1]
+        node = next(node for node in self.readers[tensor] if node.what == "norm")
+        return node.shapes[node.inputs.index(tensor)][-1]
 
-    def _sources(self, at: Key, width: int, writers: dict[Writer, None]) -> list[Key]:
-        """Returns the tensors of the stream that the tensor `at` is computed from. If `at` is a parameter or a module's
-        output instead, adds it to `writers`. Errors: Stranger."""
-        if at[0] in self.held:
-            module, leaf = self.held[at[0]]
+    def _sources(self, tensor: Key, width: int, writers: dict[Writer, None]) -> list[Key]:
+        """Returns the tensors of the stream that `tensor` is computed from. If `tensor` is a parameter or a module's
+        output instead, adds that to `writers`, and returns nothing. Errors: Stranger if anything else computes it."""
+        if tensor[0] in self.held:
+            module, leaf = self.held[tensor[0]]
             writers[Writer(join(self.name(module), leaf), module, leaf)] = None
             return []
-        number = self.found.made.get(at)
+        number = self.found.made.get(tensor)
         if number is None:
             raise Stranger("the residual stream begins with an input of the model, or in a swapped block")
         node = self.found.nodes[number]
@@ -352,13 +357,13 @@ class Flow:
             writers[Writer(self.name(node.module), node.module, None)] = None
             return []
         # an attention counts as one operation, and its output matrix writes the stream
-        if node.what == "attention" and node.outputs[0] == at and not _changes(node.module, "after_output"):
+        if node.what == "attention" and node.outputs[0] == tensor and not _changes(node.module, "after_output"):
             attention: Any = node.module
             if said := disturbed(self.name(attention), attention):
                 raise Stranger(said)
             writers[Writer(self.name(attention.out_proj), attention.out_proj, None)] = None
             return []
-        size = node.made[node.outputs.index(at)]
+        size = node.made[node.outputs.index(tensor)]
         # with two arguments, the residual operator is an addition
         is_sum = node.what in ADDITIONS or (node.what == str(RESIDUAL) and len(node.inputs) == 2)
         if is_sum or node.what in _PASSES or node.factor is not None:
@@ -387,14 +392,15 @@ def _changes(attention: Any, *points: str) -> bool:
 
 def _norms_rows(node: Node, values: Mapping[Key, Tensor]) -> bool:
     """Returns whether an operation is a norm over the last dimension, or a product whose rows all have the same length
-    although those of its factor differ."""
+    although those of its factor differ. `values`: the tensors of the run."""
     if node.what in ("layer_norm", "rms_norm"):
         return True
     if node.what not in TIMES | {"normalize"} or node.factor is not None or node.made[0][-1] < 4:
         return False  # rows of fewer than 4 numbers may have equal lengths by chance
     y, x = values.get(node.outputs[0]), None
-    for at, shape in zip(node.inputs, node.shapes):
-        x = values.get(at) if shape == node.made[0] else x  # the factor of y's shape; the other one scales its rows
+    for tensor, shape in zip(node.inputs, node.shapes):
+        x = values.get(tensor) if shape == node.made[0] else x  # the factor of y's shape; the other one scales its rows
+    # lengths that are equal to 1 %, from lengths that differ by more than 5 %
     return x is not None and y is not None and _spread(y) < 0.01 and _spread(x) > 0.05
 
 

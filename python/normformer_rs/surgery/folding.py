@@ -76,6 +76,7 @@ def _fold_norms(model: nn.Module, names: Collection[str] | None, example: Any, e
     refuse_meta(model, by)
     found, flow = _found(model, by, example)
     wanted = {*(names or ())}
+    # norms that are not to be folded get that as their fault
     for site in found.values() if names is not None else ():
         site.fault = site.fault or ("" if site.names & wanted else "it was not folded before it was saved")
     _prove(model, found, flow, edits)
@@ -90,7 +91,7 @@ def _prove(model: nn.Module, found: dict[nn.Module, Site], flow: Flow, edits: Ed
     difference."""
     trial, state = Edits(model, edits.title), edits.state
     assert state is not None
-    trial.state = state
+    trial.state = state  # shared, so that restoring it also takes the trial's changes back
     random = torch.Generator().manual_seed(0)
     try:
         for p in dict.fromkeys(model.parameters()):
@@ -104,7 +105,7 @@ def _prove(model: nn.Module, found: dict[nn.Module, Site], flow: Flow, edits: Ed
         flow.check(before, edits.title)
     finally:
         state.restore()
-        state.values.clear()
+        state.values.clear()  # the real fold records the values anew
 
 
 def _is_constant(p: nn.Parameter) -> bool:
@@ -114,19 +115,21 @@ def _is_constant(p: nn.Parameter) -> bool:
 
 
 def _fold_all(model: nn.Module, found: dict[nn.Module, Site], edits: Edits) -> list[Row]:
-    """Folds every norm that can be folded. Returns a row of the table for each norm, with the reason if it stays."""
+    """Folds every norm of `found` that can be folded. Returns a row of the table for each norm, with the reason if it
+    stays."""
     rows: list[Row] = []
     folded: dict[nn.Module, nn.Module] = {}
     adds_biases = False
     for norm, site in found.items():
         known, kind, name = read_norm(norm), type(norm).__name__, min(site.names)
-        own = [] if known is None else [leaf for leaf in (known.gain, known.bias) if leaf is not None]
+        # the names of the norm's gain and bias; a norm without both has nothing to fold
+        learned = [] if known is None else [leaf for leaf in (known.gain, known.bias) if leaf is not None]
         fault = site.fault if known and known.computes in ("layernorm", "rmsnorm") else "no layernorm or rmsnorm"
         if fault:
             rows.append(Row(name, kind, kind, f"stays: {fault}"))
-        elif known is not None and own:
+        elif known is not None and learned:
             folded[norm] = unweighted(model, name, norm, known)
-            note = f"{', '.join(own)} into {site.said}"
+            note = f"{', '.join(learned)} into {site.said}"
             rows += [Row(name, kind, f"{type(folded[norm]).__name__}, unweighted", note) for name in sorted(site.names)]
             adds_biases |= _fold(norm, known, site, edits)
     rows += replace(model, [(name, norm) for norm in folded for name in sorted(found[norm].names)], folded, edits)
@@ -143,30 +146,31 @@ def _found(model: nn.Module, by: str, example: Any) -> tuple[dict[nn.Module, Sit
     flow = Flow.needed(model, example, Places(model), modes=(False, True))
     found = flow.sites({module: known for module in model.modules() if (known := read_norm(module)) is not None})
     if found and all(site.fault for site in found.values()):
-        name, why = next((min(site.names), site.fault) for site in found.values())
+        name, fault = next((min(site.names), site.fault) for site in found.values())
         title = type(model).__name__
-        raise InputError(f"{by} finds no norm of {title} that linear layers alone read: of {name}, {why}")
+        raise InputError(f"{by} finds no norm of {title} that linear layers alone read: of {name}, {fault}")
     if not found:
         raise InputError(f"{by} finds no norm in {type(model).__name__}'s run that it knows")
     return found, flow
 
 
 def _fold(norm: nn.Module, known: RecognisedNorm, site: Site, edits: Edits) -> bool:
-    """Folds γ and β into the layers that read the norm. Returns True if a layer got a bias."""
+    """Folds γ and β of a norm into the linear layers that read it (`site.readers`). Returns True if a layer had no bias
+    and got one."""
     gain = None if known.gain is None else known.factor * (known.offset + widened(getattr(norm, known.gain)))
     bias = None if known.bias is None else getattr(norm, known.bias)
-    made: Exchange = {}
+    exchange: Exchange = {}  # the weight of a layer with a new bias → that weight and the bias
     for matrix in site.readers:
         if bias is not None and matrix.offsets() is None:
             edits.remember(matrix.owner)
             matrix.add_bias()
             weight, new = matrix.parameters[matrix.weight], matrix.parameters[matrix.bias]
-            made[weight] = [(join(matrix.name, matrix.weight), weight), (join(matrix.name, matrix.bias), new)]
-    watch(made, {}, edits)
+            exchange[weight] = [(join(matrix.name, matrix.weight), weight), (join(matrix.name, matrix.bias), new)]
+    watch(exchange, {}, edits)  # optimizers then warn if they do not have the new biases
     edits.remember_values([*dict.fromkeys(p for matrix in site.readers for p in matrix.parameters.values())])
     for matrix in site.readers:
         matrix.take_in(gain, bias)
-    return bool(made)
+    return bool(exchange)
 
 
 class _Site(NamedTuple):
@@ -202,6 +206,7 @@ def fold_admin(model: nn.Module) -> int:
     """
     refuse_offloaded(model)
     stacks = [[*stack] for stack in _stacks(model)]
+    # each sublayer with the one before it, whose norm takes in ω; the first of a stack has none
     pairs = [(before, site) for stack in stacks for before, site in itertools.pairwise(stack)]
     if not pairs:
         raise InputError(f'{type(model).__name__} holds no layer with residual="admin"')
@@ -251,7 +256,7 @@ def _stacks(model: nn.Module) -> Iterator[Iterator[_Site]]:
         # a swapped block, or a layer of `normformer_rs.nn`
         if place is not None and (owner is not block or isinstance(block, Layer)):
             listed = parent_of(name.replace("._orig_mod", "").replace("._checkpoint_wrapped_module", ""))
-            # one stack: layers of one list, class, number of sublayers and width
+            # layers of one list, class, number of sublayers and width form one stack
             alike = type(block), len(place.sublayers), place.config.d_model
             stacks.setdefault((listed, *alike), []).append((block, owner, place))
     for blocks in stacks.values():
@@ -263,6 +268,7 @@ def _sites(block: nn.Module, owner: nn.Module, place: Place) -> Iterator[_Site]:
     if place.config.residual == "admin":
         if has(block, "self_attn.value_gate"):
             raise InputError("the gates of value embeddings read some columns of x, and ω has no place in them")
+        # the layers of a `normformer_rs.Transformer` are plain modules with torch.nn's names
         parts = torchs_parts(block) if type(block) is nn.Module else parts_of(block)
         for sublayer, part in zip(place.sublayers, parts):
             assert isinstance(sublayer.alpha, Learned)

@@ -42,7 +42,7 @@ def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str,
     """
     _copy_configs(model, edits)
     _publish_with_card(model, edits)
-    # a swap that keeps the model's function marks only the model's own configuration
+    # a swap that does not change what the model computes marks only the model's own configuration
     keeps = how is not None and keeps_function({"swaps": [how]})
     for whole in () if keeps else _wholes(model):
         assert edits.state is not None
@@ -65,7 +65,7 @@ def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str,
 
 
 def _publish_with_card(model: nn.Module, edits: Edits) -> None:
-    """Makes `push_to_hub` of a model, and of each of its parts that has it, upload the card of the swap."""
+    """Makes `push_to_hub` of a model, and of its parts that have this method, upload the model card of the swap."""
     for module in model.modules():
         if hasattr(type(module), UPLOAD) and UPLOAD not in vars(module):
             edits.afterwards(functools.partial(vars(module).pop, UPLOAD, None))
@@ -76,17 +76,18 @@ def _wholes(model: nn.Module) -> list[nn.Module]:
     """Returns the Hugging Face models that contain this one and have a configuration of their own."""
     ours = {id(config) for config in configs_of(model)}
     wholes = []
+    # a module does not know what contains it, so all objects of the process are looked through
     are_modules: dict[type, bool] = {}  # kept by type: a process has millions of objects of some thousands of types
-    for one in gc.get_objects():
-        kind = type(one)
+    for candidate in gc.get_objects():
+        kind = type(candidate)
         if kind not in are_modules:
             are_modules[kind] = issubclass(kind, nn.Module)
-        if not are_modules[kind] or one is model or "_modules" not in vars(one):
+        if not are_modules[kind] or candidate is model or "_modules" not in vars(candidate):
             continue
-        config = vars(one).get("config")
+        config = vars(candidate).get("config")
         is_saved = hasattr(config, "to_json_file") and id(config) not in ours
-        if is_saved and any(part is model for part in one.modules()):
-            wholes.append(one)
+        if is_saved and any(part is model for part in candidate.modules()):
+            wholes.append(candidate)
     return wholes
 
 
@@ -112,19 +113,23 @@ def _copy_configs(model: nn.Module, edits: Edits) -> None:
             copied.__class__ = swapped_class(type(copied))
     for number in copies.keys() & copied_for_any:
         vars(copies[number]).pop(KEY, None)  # these marks belong to another model
-    own = {id(vars(module)) for module in modules}
+    own = {id(vars(module)) for module in modules}  # identities of the dictionaries of the model's own attributes
     # Python reports as referrer either an object or the dictionary of its attributes
     referrers = [r if isinstance(r, dict) else getattr(r, "__dict__", {}) for r in gc.get_referrers(*configs)]
     # the attributes of each module outside the model that contains it and has one of these configurations
-    around = [h for h in referrers if isinstance(h.get("_modules"), dict) and id(h) not in own and _holds(h, model)]
+    around = [
+        attributes
+        for attributes in referrers
+        if isinstance(attributes.get("_modules"), dict) and id(attributes) not in own and _holds(attributes, model)
+    ]
     edits.state.keep_dicts(around)
-    originals = {id(copies[id(config)]): config for config in configs}
+    originals = {id(copies[id(config)]): config for config in configs}  # identity of a copy → its original
     holders: list[Any] = [*map(vars, (*modules, *copies.values())), *around]
 
     def back() -> None:
         """Puts the original configurations back, unless something was written into the copies since."""
-        # the attributes of each copy, with originals for the copies among them, and those of its original
-        pairs = ((_exchanged(vars(one), originals), vars(originals[id(one)])) for one in copies.values())
+        # the attributes of each copy, in which originals replace copies, and the attributes of its original
+        pairs = ((_exchanged(vars(copied), originals), vars(originals[id(copied)])) for copied in copies.values())
         if all(now.keys() == then.keys() and all(now[n] is then[n] for n in then) for now, then in pairs):
             for held_by in holders:
                 held_by.update(_exchanged(held_by, originals))
@@ -132,8 +137,8 @@ def _copy_configs(model: nn.Module, edits: Edits) -> None:
     for held_by in holders:
         held_by.update(_exchanged(held_by, copies))
     edits.afterwards(back)
-    for module in (*modules, *(child for h in around for child in _below(h))):
-        _OWN.setdefault(module, {}).update((id(one), one) for one in copies.values())
+    for module in (*modules, *(child for attributes in around for child in _below(attributes))):
+        _OWN.setdefault(module, {}).update((id(copied), copied) for copied in copies.values())
 
 
 def _exchanged(held: dict[str, Any], new: Mapping[int, Any]) -> dict[str, Any]:
@@ -147,6 +152,7 @@ def _below(held: dict[str, Any]) -> Iterable[nn.Module]:
 
 
 def _holds(held: dict[str, Any], model: nn.Module) -> bool:
+    """Returns whether a module, which is given by its attributes, contains the model."""
     return any(part is model for part in _below(held))
 
 
@@ -161,8 +167,8 @@ def _write(config: Any, what: str, name: Any) -> None:
 
 
 class Marks(nn.Module):
-    """Holds the mark of swapped norms. If a norm held it, the mark's load hook would be handed over to the norm that
-    replaces that one."""
+    """Holds the mark of swapped norms, a buffer. A norm cannot hold it, since the buffer's load hook would be handed
+    over to the norm that replaces it in a later swap."""
 
 
 def mark_norms(model: nn.Module, name: str, edits: Edits) -> None:
@@ -174,6 +180,7 @@ def mark_norms(model: nn.Module, name: str, edits: Edits) -> None:
     model.add_module("swapped_norms", marks)
 
     def back() -> None:
+        """Removes the mark, and restores that of an earlier swap."""
         if model._modules.get("swapped_norms") is marks:
             del model._modules["swapped_norms"]
             if before is not None:
@@ -208,7 +215,7 @@ def warn_of_adapters(model: nn.Module, title: str, made: Iterable[tuple[str, nn.
     changing = [
         name.rpartition(".")[2]
         for name, module in made
-        # PEFT itself keeps these two: the copy that it saves, and the original
+        # PEFT handles these two itself: the copy that it saves, and the original
         if not {"modules_to_save", "original_module"} & {*name.split(".")}
         and (
             any(p.requires_grad for p in module.parameters())

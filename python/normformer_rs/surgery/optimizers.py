@@ -56,11 +56,11 @@ class Repoint:
             )
 
     def __call__(self, edits: Edits) -> None:
-        """Makes the exchange; the undo of `edits` reverses it."""
+        """Makes the exchange, and adds its reversal to the undo of `edits`."""
         watch(self.exchange, self._reversed(), edits)
         if self.optimizer is None:
             return
-        optimizer, old = self.optimizer, []
+        optimizer, old = self.optimizer, []  # `old`: each group with its (name, parameter) pairs from before
         for group in optimizer.param_groups:
             before = _named(group)
             old.append((group, before))
@@ -68,9 +68,10 @@ class Repoint:
         # a parameter that stays is one of its own replacements
         removed = (p for p, new in self.exchange.items() if all(p is not q for _, q in new))
         for p in (*self.drawn, *removed):
-            optimizer.state.pop(p, None)
+            optimizer.state.pop(p, None)  # the moments of old values do not fit new ones
 
         def back() -> None:
+            """Reverses the exchange, and drops the state of the new parameters."""
             for group, before in old:
                 for q in self._take_back(group, before):
                     optimizer.state.pop(q, None)
@@ -110,6 +111,7 @@ def _named(group: dict[str, Any]) -> list[tuple[str, nn.Parameter]]:
 
 
 def _set(group: dict[str, Any], named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Gives a group these parameters, and their names if the group has names."""
     group["params"] = [p for _, p in named]
     if "param_names" in group:
         group["param_names"] = [name for name, _ in named]
@@ -136,11 +138,11 @@ _LISTENING: list[Any] = []
 def watch(exchange: Exchange, back: Exchange, edits: Edits) -> None:
     """Makes each optimizer warn at its next step if it has an old parameter of the exchange, and no optimizer has the
     new one. `back`: the exchange of the undo."""
-    heirs, title = _expect(edits.title, exchange), f"undo() of {edits.title}"
+    records, title = _expect(edits.title, exchange), f"undo() of {edits.title}"
 
     def undo() -> None:
-        for p, expected in heirs:
-            HEIRS[p].remove(expected)
+        for p, heirs in records:
+            HEIRS[p].remove(heirs)
         _expect(title, back)
 
     edits.afterwards(undo)
@@ -150,16 +152,16 @@ def _expect(title: str, exchange: Exchange) -> list[tuple[nn.Parameter, _Heirs]]
     """Records the new parameters of an exchange in HEIRS, and hooks the steps of optimizers. Returns the records."""
     global _exchanges
     _exchanges += 1
-    heirs = []
+    records = []
     for p, new in exchange.items():
-        replacements = _Heirs(title, [(name, weakref.ref(q)) for name, q in new if q is not p])
-        if replacements.named:
-            HEIRS.setdefault(p, []).append(replacements)
-            heirs.append((p, replacements))
+        heirs = _Heirs(title, [(name, weakref.ref(q)) for name, q in new if q is not p])
+        if heirs.named:
+            HEIRS.setdefault(p, []).append(heirs)
+            records.append((p, heirs))
     # making an optimizer loads torch._dynamo, so without that module there is no optimizer that could warn
     if not _LISTENING and "torch._dynamo" in sys.modules:
         _LISTENING.append(register_optimizer_step_pre_hook(torch.compiler.disable(_check)))
-    return heirs
+    return records
 
 
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -183,14 +185,14 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _forgotten(optimizer: torch.optim.Optimizer) -> tuple[list[tuple[str, nn.Parameter]], str]:
-    """Returns the parameters that replaced an optimizer's parameters but are not in the optimizer, and the title of
-    their swap."""
+    """Returns the (name, parameter) pairs that replaced an optimizer's parameters but are not in the optimizer, and the
+    title of their swap; if there are several swaps, of the one found last."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
-    known, found, title = {id(p) for p in own}, [], ""
+    owned, found, title = {id(p) for p in own}, [], ""
     for heirs in (heirs for p in own for heirs in HEIRS.get(p, ())):
         for name, reference in heirs.named:
             q = reference()
-            if q is not None and q.requires_grad and id(q) not in known:
+            if q is not None and q.requires_grad and id(q) not in owned:
                 found.append((name, q))
                 title = heirs.title
     return found, title

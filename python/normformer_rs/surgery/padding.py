@@ -13,7 +13,7 @@ from ..nn.masks import GivenMasks, give, given
 from ..nn.running import PowerNorm, RunningNorm
 from .undo import Edits
 
-_NAMES = (
+_NAMES = (  # the arguments that are padding masks
     "attention_mask",
     "decoder_attention_mask",
     "key_padding_mask",
@@ -21,12 +21,15 @@ _NAMES = (
     "tgt_key_padding_mask",
 )
 _PAIRS = ({"attention_mask", "decoder_attention_mask"}, {"src_key_padding_mask", "tgt_key_padding_mask"})
+"""The two masks of a module that has an encoder and a decoder."""
 _STACKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
 """The name of a mask in Hugging Face's models → the name of the tokens that it belongs to."""
 _READ = (*_NAMES, *_STACKS.values(), "labels", "encoder_hidden_states")
+"""The arguments from which padding can be read."""
 _IGNORED = -100
 """The label that Hugging Face's losses ignore."""
 _CAUSAL = ("is_causal", "tgt_is_causal")
+"""The arguments that say that a call is causal."""
 _OTHERWISE = "call the model inside `with normformer_rs.nn.padding_mask(…)`"
 _LOOKS = 8
 """How many training batches without masks are searched for padding tokens. The host waits for the device in each."""
@@ -39,7 +42,7 @@ def read_padding(model: nn.Module, edits: Edits) -> None:
     the outer module takes a mask for each of two stacks. Attention masks, (B, 1, T, T), are used if no outer module
     with masks of one stack is running.
     """
-    said: set[str] = set()
+    said: set[str] = set()  # the kinds of warnings given so far, by any reader of the model
     for module in model.modules():
         names = _arguments(module)
         has_reader = any(
@@ -75,23 +78,25 @@ class _Reader:
         self.batch_first = next((layout for layout in layouts if isinstance(layout, bool)), True)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Gives norms inside the module the masks among its arguments, or the outer ones. The hook before a call."""
-        here, is_compiling = self._begun(), torch.compiler.is_compiling()
-        # a KeyboardInterrupt skips the hook that ends a call, so an earlier call of this module may still be noted
-        outer = given() if here is None else here.outer
+        """Gives norms inside the module the masks among its arguments, or the masks of a module around it. The hook
+        before a call."""
+        running, is_compiling = self._begun(), torch.compiler.is_compiling()
+        # an earlier call of this module may still be noted, since a KeyboardInterrupt skips the hook that ends a call
+        outer = given() if running is None else running.outer
         values = ((name, kwargs.get(name, args[i] if i < len(args) else None)) for name, i in self.names.items())
-        got = {name: value for name, value in values if isinstance(value, Tensor)}
-        masks, decoders = self._masks(got, outer), self._decoders(module, got, outer)
-        if not masks and "encoder_hidden_states" in got:  # a decoder that got no mask
+        tensors = {name: value for name, value in values if isinstance(value, Tensor)}
+        masks, decoders = self._masks(tensors, outer), self._decoders(module, tensors, outer)
+        if not masks and "encoder_hidden_states" in tensors:  # the module is a decoder that got no mask
             masks = decoders if outer is None else outer.decoders or decoders
         if not masks and outer is not None and not outer.takes_both:
             masks = outer.masks
-        tally = [0, 0, 0] if outer is None else outer.tally  # fitted, missed, doubtful
+        # how many of the norms' inputs fitted one mask, none, or several
+        tally = [0, 0, 0] if outer is None else outer.tally
         give(GivenMasks(masks + decoders if self.takes_both else masks, self.takes_both, self, outer, tally, decoders))
         if module.training and torch.is_grad_enabled() and not is_compiling:
             self._warn_if_causal(module, kwargs)
             if outer is None and (self.takes_both or not masks):
-                self._warn_of_padding_tokens(module, got, decoders)
+                self._warn_of_padding_tokens(module, tensors, decoders)
 
     def leave(self, module: nn.Module, _: Any, __: Any) -> None:
         """Restores the outer masks, and warns if masks did not fit the norms' inputs. The hook after a call."""
@@ -116,10 +121,11 @@ class _Reader:
             now = now.outer
         return now
 
-    def _masks(self, got: Mapping[str, Tensor], outer: GivenMasks | None) -> tuple[Tensor, ...]:
-        """Returns the padding masks among a call's arguments, each once."""
+    def _masks(self, tensors: Mapping[str, Tensor], outer: GivenMasks | None) -> tuple[Tensor, ...]:
+        """Returns the padding masks among a call's arguments (`tensors`), each once. `outer`: the masks of the call
+        around this one."""
         read: dict[int, Tensor] = {}
-        for name, mask in got.items():
+        for name, mask in tensors.items():
             is_attention_mask = mask.dim() > 2
             # `read_padding` says which attention masks count; one for a single row may be a causal mask for all rows
             if name in _NAMES and (
@@ -128,25 +134,27 @@ class _Reader:
                 read[id(mask)] = self._padding(name, mask)
         return tuple(read.values())
 
-    def _decoders(self, module: nn.Module, got: Mapping[str, Tensor], outer: GivenMasks | None) -> tuple[Tensor, ...]:
+    def _decoders(
+        self, module: nn.Module, tensors: Mapping[str, Tensor], outer: GivenMasks | None
+    ) -> tuple[Tensor, ...]:
         """Returns a padding mask for a decoder that is called without one in training, or (). The mask follows from the
         padding of the decoder's tokens, or else from that of the labels, shifted to the right by one as models shift
         them to make the decoder's input."""
         if not module.training:
             return ()
         if "decoder_attention_mask" in self.names:
-            if "decoder_attention_mask" in got:
+            if "decoder_attention_mask" in tensors:
                 return ()
             if outer is not None and outer.decoders:
                 return outer.decoders
-            labels, ids = got.get("labels"), got.get("decoder_input_ids")
-        else:  # perhaps the decoder itself, whose caller keeps the labels
-            is_without = "encoder_hidden_states" in got and not any(name in got for name in _NAMES)
-            labels, ids = None, got.get("input_ids") if is_without else None
+            labels, ids = tensors.get("labels"), tensors.get("decoder_input_ids")
+        else:  # the module may be the decoder itself, whose caller has the labels
+            is_without = "encoder_hidden_states" in tensors and not any(name in tensors for name in _NAMES)
+            labels, ids = None, tensors.get("input_ids") if is_without else None
         pad, is_sure = _pad_token(module)
         if ids is not None and ids.dim() == 2 and is_sure:
             hidden = torch.eq(ids, pad)
-            # T5 begins a decoder's input with the padding token, which is none there
+            # T5 begins a decoder's input with the padding token, which is no padding at that place
             if pad == getattr(getattr(module, "config", None), "decoder_start_token_id", None):
                 hidden = hidden & (torch.arange(ids.shape[1], device=ids.device) > 0)
             return (hidden,)
@@ -178,27 +186,30 @@ class _Reader:
         self.looked_for_causal = True
 
     def _warn_of_padding_tokens(
-        self, module: nn.Module, got: Mapping[str, Tensor], decoders: tuple[Tensor, ...]
+        self, module: nn.Module, tensors: Mapping[str, Tensor], decoders: tuple[Tensor, ...]
     ) -> None:
-        """Warns if a stack's batch without a mask has padding tokens. Does nothing if no padding token is known."""
+        """Warns if a stack's batch without a mask has padding tokens. Does nothing if no padding token is known.
+        `decoders`: the masks that were made for a decoder without one."""
         pad, is_sure = _pad_token(module)
-        bare = {mask: got.get(tokens) for mask, tokens in _STACKS.items() if mask in self.names and mask not in got}
+        unmasked = {
+            mask: tensors.get(tokens) for mask, tokens in _STACKS.items() if mask in self.names and mask not in tensors
+        }
         if decoders:
-            bare.pop("decoder_attention_mask", None)
-        looked = [(mask, ids) for mask, ids in bare.items() if ids is not None and ids.dim() == 2]
-        if pad < 0 or not looked or self.looks >= _LOOKS:
+            unmasked.pop("decoder_attention_mask", None)
+        batches = [(mask, ids) for mask, ids in unmasked.items() if ids is not None and ids.dim() == 2]
+        if pad < 0 or not batches or self.looks >= _LOOKS:
             return
         self.looks += 1
-        for mask, ids in looked:
+        for mask, ids in batches:
             padded = ids == pad
-            if not is_sure:  # the token may also end a sentence, but of two in a row one is padding
+            if not is_sure:  # the token may also end a sentence, but if two follow each other, one is padding
                 padded = padded[:, 1:] & padded[:, :-1]
             if padded.shape[1] and bool(padded[:, [0, -1]].any()):  # padding begins or ends a row
                 text = f"norms with statistics took padding in: call {type(module).__name__} with its {mask}"
                 self._say(mask, f"{text}, or {_OTHERWISE}")
 
     def _say(self, what: str, message: str) -> None:
-        """Warns once per kind of message."""
+        """Warns once per kind of message (`what`)."""
         if what not in self.said:
             self.said.add(what)
             warnings.warn(message, stacklevel=2)

@@ -60,15 +60,16 @@ class _Settings(NamedTuple):
 
 _EXACT = _Settings(torch.device("cpu"), torch.float64, large=1e6, huge=1e12, tiny=1e-30, error=1e-9)
 _NEAR = 1e-3
-"""The allowed error for rows of x ≈ 1. There it matters where ε is added, for example to σ or to σ²."""
+"""The allowed error for rows of numbers near 1. It is larger there, since a module may add ε elsewhere than the table's
+norm does: to σ instead of σ², for example."""
 
 
 def probe(module: nn.Module, width: int | None = None, computes: str | None = None) -> RecognisedNorm | str:
     """Returns the norm that trial calls of a copy of the module show, or the reason why it is none. The module and the
     random state do not change.
 
-    The first calls are in f64 on the CPU. If they fail, the next are in f32 on the module's device, since its kernels
-    may support nothing else.
+    The first calls are in f64 on the CPU. If they show no norm, further calls are in f32 on the module's device, since
+    its kernels may support nothing else.
 
     Args:
         width, computes: the norm's width and name, if they are known.
@@ -105,18 +106,18 @@ def result_of(module: nn.Module, width: int) -> Literal["x", "weight", "promoted
     if type(module).__module__.startswith("torch.nn.") or not module._parameters:
         return "x"
     found = []  # the result's dtype for each pair (dtype of the weight, dtype of x)
-    for own, given in ((torch.float16, torch.float32), (torch.float32, torch.float16)):
+    for weight_dtype, x_dtype in ((torch.float16, torch.float32), (torch.float32, torch.float16)):
         try:
             twin = copy.copy(module)
             twin._parameters = {
-                name: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=own, device="meta"))
+                name: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=weight_dtype, device="meta"))
                 for name, p in module._parameters.items()
             }
             with warnings.catch_warnings(action="ignore"):
-                found.append(_forward(module)(twin, torch.empty(2, width, dtype=given, device="meta")).dtype)
+                found.append(_forward(module)(twin, torch.empty(2, width, dtype=x_dtype, device="meta")).dtype)
         except Exception:  # another library's kernel may not run on the meta device
             return "x"
-    if found == [torch.float16, torch.float32]:
+    if found == [torch.float16, torch.float32]:  # the dtypes of the weight in the two calls
         return "weight"
     return "promoted" if found == [torch.float32] * 2 else "x"
 
@@ -138,10 +139,10 @@ def _refused(module: nn.Module) -> str | None:
     forward = own_forward(module)
     if forward is not None and getattr(forward, "__self__", None) is not module:
         return "has a forward of its own, which was put into the instance"
-    kept = [f"the buffer {name}" for name, buffer in module.named_buffers(recurse=False) if buffer is not None]
-    kept += [f"the tensor {name}" for name, value in vars(module).items() if isinstance(value, Tensor)]
-    if kept:
-        return f"keeps {', '.join(kept)}"
+    tensors = [f"the buffer {name}" for name, buffer in module.named_buffers(recurse=False) if buffer is not None]
+    tensors += [f"the tensor {name}" for name, value in vars(module).items() if isinstance(value, Tensor)]
+    if tensors:
+        return f"keeps {', '.join(tensors)}"
     if len(module._parameters) > 2:
         return f"has {len(module._parameters)} parameters"
     try:
@@ -157,7 +158,9 @@ def has_stateful_parts(module: nn.Module) -> bool:
     """Returns whether a module has children with parameters or buffers, or children but no parameters of its own. A
     norm may have children without numbers: x-transformers' LayerNorm calls one and multiplies by its own gain."""
     inner = [*module.children()]
-    return any([*one.parameters()] or [*one.buffers()] for one in inner) or (bool(inner) and not module._parameters)
+    return any([*child.parameters()] or [*child.buffers()] for child in inner) or (
+        bool(inner) and not module._parameters
+    )
 
 
 def _forward(module: nn.Module) -> Callable[..., Any]:
@@ -171,11 +174,11 @@ def _width(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> int | N
     sizes = {p.shape[-1] for p in parameters.values() if p.numel() > 1}
     if not sizes:
         for name, value in vars(module).items():
-            one = value[0] if isinstance(value, Sequence) and len(value) == 1 else value  # as normalized_shape=(d,)
-            if name[0] != "_" and type(one) is int and one > 1:
-                sizes.add(one)
-    is_row = all(p.numel() in (1, p.shape[-1]) for p in parameters.values() if p.dim())
-    return sizes.pop() if len(sizes) == 1 and is_row else None
+            number = value[0] if isinstance(value, Sequence) and len(value) == 1 else value  # as normalized_shape=(d,)
+            if name[0] != "_" and type(number) is int and number > 1:
+                sizes.add(number)
+    are_rows = all(p.numel() in (1, p.shape[-1]) for p in parameters.values() if p.dim())
+    return sizes.pop() if len(sizes) == 1 and are_rows else None
 
 
 class _Trial:
@@ -187,9 +190,11 @@ class _Trial:
         self.module, self.parameters, self.width, self.settings = module, parameters, width, settings
         self._generator = torch.Generator("cpu").manual_seed(0)
         shape = (2, 5 if width == 3 else 3, width)  # the dimension before the last must differ from the width
+        # rows with different means, which tell layernorm from rmsnorm
         self.x = self._normal(*shape) + self._normal(*shape[:2], 1)
 
     def _normal(self, *shape: int) -> Tensor:
+        """Returns normally distributed numbers in f64."""
         return torch.randn(shape, generator=self._generator, dtype=torch.float64)
 
     def drawn(self) -> dict[str, Tensor]:
@@ -215,18 +220,18 @@ class _Trial:
         return y
 
     def agrees(self, known: RecognisedNorm, eps: float) -> bool:
-        """Returns whether the norm `known` agrees with the module in harder cases, in both modes: gains of both signs
-        and of any size, many rows, rows with a few large numbers, huge rows, rows without a batch, and the gradient."""
+        """Returns whether the norm `known` with this ε agrees with the module in harder cases, in both modes: gains of
+        both signs and any size, many rows, rows with few large numbers, huge rows, rows without a batch, gradients."""
         large, huge, error = self.settings.large, self.settings.huge, self.settings.error
         values = {name: torch.where(value > 1, value, -value) for name, value in self.drawn().items()}
         many = self._normal(1, 300, self.width) * self._normal(1, 300, self.width).mul(2).exp()
         many[0, :9, 1:] *= 1e-6  # nine rows that one number dominates
-        # (x, factor of the parameters)
+        # pairs of x and the factor of the parameters' values
         cases = [(large * many, 1.0), (huge * self.x, -1.0), (large * self.x, 1e4), (large * self.x, -1e4)]
         for training in (False, True):
-            for x, size in cases:
-                given = {name: size * value for name, value in values.items()}
-                y, expected = self._call(x, given, training).double().cpu(), _compute(known, x, given, eps)
+            for x, factor in cases:
+                scaled = {name: factor * value for name, value in values.items()}
+                y, expected = self._call(x, scaled, training).double().cpu(), _compute(known, x, scaled, eps)
                 if not _gap(y, expected) < 10 * error:
                     return False
         return self._is_alike(known, eps, large * self.x[0], values) and self._has_gradient(known, eps, values)
@@ -255,7 +260,7 @@ class _Trial:
 def _find(trial: _Trial, names: Sequence[str]) -> RecognisedNorm | str:
     """Returns the norm among `names` that the module computes, or the reason why it computes none of them."""
     large, tiny, error = trial.settings.large, trial.settings.tiny, trial.settings.error
-    none = f"computes no norm over rows of width {trial.width}"
+    no_norm = f"computes no norm over rows of width {trial.width}"  # the reason if no norm fits
 
     # Large rows show all terms of y = factor·(offset + gain)⊙x̂ + bias, because ε has no effect in them.
     # The parameter whose effect (slope) in every row is its own values is the bias. The other one is the gain.
@@ -270,7 +275,7 @@ def _find(trial: _Trial, names: Sequence[str]) -> RecognisedNorm | str:
     fits = [(name, *_fit(x_hat, _row(name, large * trial.x, 0.0))) for name in names]
     fitting = [(name, factor) for name, factor, gap in fits if gap < error]
     if not fitting:
-        return none
+        return no_norm
     offset, gap = _fit(zero, x_hat)  # with zeros as parameters, y = factor·offset⊙x̂
     if gap > error:
         return "its gain does not multiply a norm"
@@ -299,8 +304,8 @@ def _find(trial: _Trial, names: Sequence[str]) -> RecognisedNorm | str:
         if max(gap_large, gap_near) < _NEAR:
             found.append((gap_at_eps, known, eps))
     if not found:
-        return none
-    _, best, eps = min(found, key=lambda one: one[0])
+        return no_norm
+    _, best, eps = min(found, key=lambda candidate: candidate[0])
     return best if trial.agrees(best, eps) else f"computes {best.computes} for some rows, gains or modes alone"
 
 
@@ -351,7 +356,7 @@ class Widened(TorchFunctionMode):
 
 
 def _row(name: str, x: Tensor, eps: float) -> Tensor:
-    """Returns x̂ of the table's norm `name`."""
+    """Returns x̂, the norm of the rows x without gain and bias, as the table's norm `name` computes it."""
     return KINDS[name](x.shape[-1], eps=eps, elementwise_affine=False)(x)
 
 
@@ -363,13 +368,13 @@ def _compute(known: RecognisedNorm, x: Tensor, values: Mapping[str, Tensor], eps
 
 
 def _fit(y: Tensor, x: Tensor) -> tuple[float, float]:
-    """Returns the c that fits y ≈ c·x best, and the gap between y and c·x."""
+    """Returns the number c that fits y ≈ c·x best (least squares), and the gap between y and c·x relative to x."""
     c = float((y * x).sum() / (x * x).sum())
     return c, _gap(y, c * x, x)
 
 
 def _gap(y: Tensor, expected: Tensor, unit: Tensor | None = None) -> float:
-    """Returns the largest difference divided by the largest number of `unit` (None: of `expected`). It is inf if a
+    """Returns the largest |y − expected| divided by the largest number of `unit` (None: of `expected`). It is inf if a
     number is not finite."""
     gap = float((y - expected).abs().max() / (expected if unit is None else unit).abs().max())
     return gap if math.isfinite(gap) else math.inf
@@ -377,19 +382,20 @@ def _gap(y: Tensor, expected: Tensor, unit: Tensor | None = None) -> float:
 
 def _rounded(value: float, error: float, width: int = 1) -> float:
     """Returns 0, 1, √d or 1/√d if the value equals one of them within the error, else the value. `width`: d."""
-    meant = (0.0, 1.0, math.sqrt(width), 1 / math.sqrt(width))
-    return next((m for m in meant if abs(value - m) <= error * max(abs(m), 1 / width)), value)
+    exact_values = (0.0, 1.0, math.sqrt(width), 1 / math.sqrt(width))
+    return next((exact for exact in exact_values if abs(value - exact) <= error * max(abs(exact), 1 / width)), value)
 
 
-def _epsilon(name: str, hat: Tensor, x: Tensor) -> tuple[float, float]:
-    """Returns ε, and the size of rows at which it begins to count. `hat`: x̂ of rows x much smaller than that."""
-    most = float(hat.abs().max())
-    if not math.isfinite(most) or _gap(hat, _row(name, x, 0.0)) < _NEAR:  # x̂ is that of ε = 0
+def _epsilon(name: str, x_hat: Tensor, x: Tensor) -> tuple[float, float]:
+    """Returns ε of a module that computes the norm `name`, and the size of rows at which ε begins to count. `x_hat`:
+    the module's x̂ of rows x much smaller than that."""
+    most = float(x_hat.abs().max())
+    if not math.isfinite(most) or _gap(x_hat, _row(name, x, 0.0)) < _NEAR:  # x̂ is that of ε = 0
         return 0.0, 0.0
     # the largest |x̂| of the table's norm with ε = 1 and ε = 4; `most` is that of the module
-    one, four = (float(_row(name, x, eps).abs().max()) for eps in (1.0, 4.0))
-    power = math.log(one / four, 4)  # x̂ ∝ ε^−½ if ε is added to a mean square, ε^−1 if it is a lower bound
-    eps = (one / most) ** (1 / power)
+    most_at_1, most_at_4 = (float(_row(name, x, eps).abs().max()) for eps in (1.0, 4.0))
+    power = math.log(most_at_1 / most_at_4, 4)  # x̂ ∝ ε^−½ if ε is added to a mean square, ε^−1 if it is a lower bound
+    eps = (most_at_1 / most) ** (1 / power)
     return eps, eps**power
 
 

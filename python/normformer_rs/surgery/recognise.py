@@ -19,6 +19,7 @@ from .handover import own_forward
 from .probe import KINDS, RecognisedNorm, has_stateful_parts, probe
 
 Reader = Callable[[Any], "tuple[int, str] | None"]
+"""A function from a module to (width, name of the norm); None: the module is no norm."""
 _READERS: dict[type[nn.Module], Reader] = {}
 
 
@@ -71,6 +72,7 @@ def examine(module: nn.Module) -> RecognisedNorm | str:
     computes = own_name(module) if own_forward(module) is None else None
     if computes is not None:
         return _by_convention(module, _own_width(module), computes, by_order=False)
+    # a torch norm with buffers or a forward of its own may compute something else, so it gets trial calls
     if kind in _TORCHS and not module._buffers and own_forward(module) is None:
         shape = cast(Any, module).normalized_shape
         if len(shape) != 1:
@@ -157,14 +159,15 @@ def _by_convention(module: nn.Module, width: int, computes: str, by_order: bool 
     offset, factor = 0.0, 1.0
     if issubclass(kind, RowNorm) and gain is not None:
         like: Any = module if isinstance(module, RowNorm) else kind(width)
-        numbers = like.numbers_of.get("weight", Numbers(1.0))
+        numbers = like.numbers_of.get("weight", Numbers(1.0))  # offset and factor of the gain, by the norm's class
         offset, factor = numbers.offset, numbers.factor / like.gain()
     eps = next((getattr(module, name) for name in _EPS if hasattr(module, name)), math.nan)
     if isinstance(module, RowNorm) and getattr(module, "eps_place", "inside") == "outside":
         eps = math.nan  # an ε outside the root is not the ε of the table's formula
-    if gain is None:
+    if gain is None:  # without a gain, factor·offset is 1
         offset = 1.0
     return RecognisedNorm(width, computes, gain, bias, None if eps is None else float(eps), offset, factor)
 
 
 _EPS = ("eps", "variance_epsilon", "epsilon")
+"""The usual names of the attribute with ε."""

@@ -30,13 +30,20 @@ UNCHANGED = frozenset(
 FOLLOWED = UNCHANGED - {"detach", "permute", "__getitem__", "requires_grad_"}
 """Operations of UNCHANGED whose output is still the residual stream, if they keep its rows."""
 TIMES = frozenset({"mul", "__mul__", "__rmul__", "mul_", "__imul__", "div", "__truediv__"})
+"""Multiplications and divisions, element by element."""
 
 Key = tuple[int, int]
 """Identifies a tensor and its values: (its id, its version, which each in-place write increments)."""
 
 
 class Node(NamedTuple):
-    """A recorded operation. The call of a norm, linear layer, dropout, … counts as one operation."""
+    """A recorded operation. The call of a norm, linear layer, dropout, … counts as one operation.
+
+    Attributes:
+        module: the module that was called; None: a function of torch.
+        inputs, shapes: the tensors among its arguments, and their shapes.
+        outputs: the tensors that it returned.
+    """
 
     what: str
     """The operation's name; for a module that counts as one operation its kind, such as norm or linear."""
@@ -97,10 +104,10 @@ def each_once(todo: list[Key]) -> Iterator[Key]:
     meanwhile."""
     seen: set[Key] = set()
     while todo:
-        at = todo.pop()
-        if at not in seen:
-            seen.add(at)
-            yield at
+        tensor = todo.pop()
+        if tensor not in seen:
+            seen.add(tensor)
+            yield tensor
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -108,29 +115,29 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
-        for one in value:
-            yield from tensors_in(one)
+        for item in value:
+            yield from tensors_in(item)
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from tensors_in(one)
+        for item in value.values():
+            yield from tensors_in(item)
 
 
 def exchanged(value: Any, old: Tensor, new: Tensor) -> Any:
     """Returns `value`, such as a call's arguments, with the tensor `old` replaced by `new`."""
     if value is old:
         return new
-    return rebuilt(value, lambda one: exchanged(one, old, new))
+    return rebuilt(value, lambda item: exchanged(item, old, new))
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     """Returns a copy of a (named) tuple, list or mapping with `change` applied to each item. Returns other values as
     they are."""
-    if isinstance(value, tuple) and hasattr(value, "_make"):
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple
         return value._make(map(change, value))
     if type(value) in (tuple, list):
         return type(value)(map(change, value))
     if type(value) is dict:
-        return {key: change(one) for key, one in value.items()}
+        return {key: change(item) for key, item in value.items()}
     if isinstance(value, Mapping):
         new = copy.copy(value)
         for key in value:
@@ -169,6 +176,7 @@ class Record(TorchFunctionMode):
         self.blocks = {*blocks}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of torch and records it."""
         if self.within:
             return func(*args, **(kwargs or {}))
         given = [*tensors_in(args), *tensors_in(kwargs or {})]
@@ -185,7 +193,7 @@ class Record(TorchFunctionMode):
         # one tensor times or divided by one number
         factor = numbers[0] if name in TIMES and len(given) == 1 and len(numbers) == 1 else None
         if factor is not None and "div" in name:
-            factor = 1 / factor if factor else None
+            factor = 1 / factor if factor else None  # x / 0 is no factor
         alpha = (kwargs or {}).get("alpha", 1.0) if name in ADDITIONS else 1.0
         self.add(name, None, given, before, out[0] if is_ours else out, factor, alpha)
         if name == "multi_head_attention_forward":
@@ -203,7 +211,8 @@ class Record(TorchFunctionMode):
         factor: Any = None,
         alpha: float = 1.0,
     ) -> None:
-        """Records an operation. `given`: its inputs; `keys`: their keys before it ran."""
+        """Records an operation. `given`: its inputs; `keys`: their keys before it ran; `out`: its result, in which
+        tensors may be nested; other arguments as in `Node`."""
         made = [*tensors_in(out)]
         if not made:
             return
@@ -214,8 +223,8 @@ class Record(TorchFunctionMode):
             self.dropped.setdefault(outputs[0], []).append(module)
         self.made |= dict.fromkeys((k for k in outputs if k not in keys), len(self.nodes))
         shapes = tuple(tuple(t.shape) for t in given)
-        sizes = tuple(tuple(t.shape) for t in made)
-        self.nodes.append(Node(what, module, tuple(keys), shapes, outputs, sizes, factor, _where(), alpha))
+        output_shapes = tuple(tuple(t.shape) for t in made)
+        self.nodes.append(Node(what, module, tuple(keys), shapes, outputs, output_shapes, factor, _where(), alpha))
 
     def stand_for(self, own: Mapping[nn.Module, nn.Module]) -> None:
         """Replaces each recorded module by its counterpart in a model of the same structure (`own`: recorded module →
@@ -225,17 +234,17 @@ class Record(TorchFunctionMode):
         self.runs = {own[module]: count for module, count in self.runs.items()}
         self.kinds = {own[module]: kind for module, kind in self.kinds.items()}
         self.blocks = {own[block] for block in self.blocks}
-        self.dropped = {key: [own[module] for module in some] for key, some in self.dropped.items()}
+        self.dropped = {key: [own[module] for module in dropouts] for key, dropouts in self.dropped.items()}
 
     def derives(self, x: Key, y: Key | None) -> bool:
         """Returns whether the run computed the tensor x from the tensor y."""
         todo = [x]
-        for at in each_once(todo):  # also yields the keys that the loop appends to `todo`
-            identity, version = at
-            if at == y:
+        for tensor in each_once(todo):  # also yields the keys that the loop appends to `todo`
+            identity, version = tensor
+            if tensor == y:
                 return True
-            if at in self.made:
-                todo += self.nodes[self.made[at]].inputs
+            if tensor in self.made:
+                todo += self.nodes[self.made[tensor]].inputs
             elif version > 0:  # an operation that returns nothing wrote it, as x[0] = … does
                 todo.append((identity, version - 1))
         return False
@@ -272,13 +281,13 @@ class Record(TorchFunctionMode):
             y = next(like_x, None)
             self.alive.append(y)
             key_of_y = None if y is None else key(y)
-            twins = [name for at, name in named if at == key_of_x][1:]
+            twins = [name for tensor, name in named if tensor == key_of_x][1:]  # further arguments that are x, too
             call = Call(first, len(self.nodes), key_of_x, tuple(x.shape), key_of_y, dict(named), *twins[:1])
             self.calls.setdefault(module, []).append(call)
 
 
 def _where() -> str:
-    """Returns file and line of the innermost frame outside torch and this package."""
+    """Returns file and line of the innermost frame outside torch and this package, that is, of the model's code."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "normformer_rs"):
         frame = frame.f_back
@@ -290,7 +299,7 @@ def _named(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     tuples, lists and dictionaries get the name of their argument."""
     try:
         given = inspect.signature(block.forward).bind(*args, **kwargs).arguments
-    except TypeError:
+    except TypeError:  # the arguments do not fit the signature
         return []
     flat = {**given, **given.pop("kwargs", {})}  # arguments that the signature takes as **kwargs have names, too
     return [(key(t), name) for name, value in flat.items() for t in tensors_in(value)]
@@ -328,7 +337,7 @@ def is_norm(module: nn.Module) -> bool:
     if next(module.parameters(recurse=False), None) is None and not looks_like_a_norm(module):
         return False
     like = alike(module)
-    if like is module:
+    if like is module:  # no other module is known to be alike, so there is nothing to cache
         return looks_like_a_norm(module) or read_norm(module) is not None
     if like not in _RECOGNISED:
         _RECOGNISED[like] = looks_like_a_norm(module) or read_norm(module) is not None

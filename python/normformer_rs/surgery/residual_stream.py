@@ -28,12 +28,14 @@ _LOOKS = frozenset(
 )
 """Operations that read a tensor's properties, such as its shape, but not its numbers."""
 _REARRANGES = FOLLOWED | {"__getitem__"}
+"""Operations whose output may still be the stream, in another dtype, shape or order."""
 
 
 class Pass:
     """One call of a block, with the additions that end its sublayers and those that only read the stream.
 
-    `writes`: the sublayer of each addition that will occur in this call, in order.
+    `residual`: the block's `BlockResidual` or `LoopResidual`. `writes`: the sublayer of each addition that will occur
+    in this call, in order.
     """
 
     def __init__(self, residual: Any, writes: tuple[int, ...], structure: Structure) -> None:
@@ -50,7 +52,7 @@ class Pass:
         """The number of additions to the stream so far."""
         self.has_gradients = torch.is_grad_enabled()
         self.seen: dict[tuple[str, int], int] = {}
-        """The number of operations so far of a kind ("+" or "*"), after a number of writing additions."""
+        """(kind, number of writing additions before) → how many operations of the kind ("+" or "*") came since."""
         self.totals: dict[tuple[str, int], int] = {}
         """What `seen` held at the end of the call."""
 
@@ -103,13 +105,14 @@ class Stream(Tensor):
 
     under_way: Pass
     plain: Tensor
-    """x in the shape that the block expects."""
+    """x as a plain tensor, in the shape that the block expects."""
     value: Tensor
     """The tensor that the sublayer under way reads if the block has no norm before it. The stream's memory holds these
     numbers, so code that bypasses `__torch_function__` reads them: properties, functions that save tensors, kernels."""
     streams: Streams
     """The scheme's tensors: x, further streams, and the tensor that the sublayer reads."""
     written: int
+    """The number of additions to the stream so far in this call."""
     parallel: Tensor | None
     """The sum so far, if the sublayer has several branches that the block adds one by one. Else None."""
     shape_of_rows: Any
@@ -145,9 +148,10 @@ class Stream(Tensor):
                 stream, f = added
                 made = write(stream, f)
                 # f.add_(stream) leaves f in the block's variables, and f is the stream from now on
-                stream.under_way.became = (f, made) if name == "add_" and args[0] is f else None
+                is_into_branch = name == "add_" and args[0] is f
+                stream.under_way.became = (f, made) if is_into_branch else None
                 return made
-            # the block's own factor on x is left out
+            # the block's own factor on x is left out, since the scheme has another
             if name in TIMES and args and isinstance(args[0], Stream) and _goes_on(*args):
                 return args[0]
             if name in _REARRANGES and args and isinstance(args[0], Stream):
@@ -162,7 +166,9 @@ def _goes_on(stream: Stream, *factors: Any) -> bool:
     scheme has its own factor on x."""
     run = stream.under_way
     return (
-        bool(run.structure.scales) and all(isinstance(a, int | float) for a in factors) and run.goes_on(stream.written)
+        bool(run.structure.scales)
+        and all(isinstance(factor, int | float) for factor in factors)
+        and run.goes_on(stream.written)
     )
 
 
@@ -181,6 +187,7 @@ def _is_used_after_call(args: Any) -> bool:
     """Returns whether a stream among the arguments is used after its block's call, but not in a backward pass: there,
     functions read the tensors that they saved."""
     first = next((a for a in args if isinstance(a, Stream)), None)
+    # autograd's task id is −1 outside a backward pass
     return first is not None and first.under_way.is_over and torch._C._current_graph_task_id() == -1
 
 
@@ -207,8 +214,8 @@ def _is_plain(x: Tensor) -> bool:
 
 def _around(x: Tensor) -> Any:
     """Returns a stream that wraps a tensor of a subclass, as torch.export has."""
-    what: dict[str, Any] = {"dtype": x.dtype, "device": x.device, "requires_grad": x.requires_grad}
-    return Tensor._make_wrapper_subclass(_Around, x.shape, strides=x.stride(), **what)
+    properties: dict[str, Any] = {"dtype": x.dtype, "device": x.device, "requires_grad": x.requires_grad}
+    return Tensor._make_wrapper_subclass(_Around, x.shape, strides=x.stride(), **properties)
 
 
 class _Around(Stream):
@@ -227,7 +234,8 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _added(args: Any, kwargs: Any) -> tuple[Stream, Tensor] | None:
-    """Returns the stream and the branch that an addition adds to it. None: the addition does not write the stream."""
+    """Returns the stream and the branch that an addition adds to it, with the factor alpha. None: the addition does not
+    write the stream."""
     if len(args) != 2 or {*kwargs} - {"alpha"} or not all(isinstance(a, Tensor) for a in args):
         return None
     streams = [a for a in args if isinstance(a, Stream)]
@@ -244,6 +252,7 @@ def _added(args: Any, kwargs: Any) -> tuple[Stream, Tensor] | None:
 
 
 _SHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"})
+"""Operations that only change the shape."""
 
 
 def _rearranged(func: Any, args: Any, kwargs: Any) -> Stream | None:
@@ -262,7 +271,7 @@ def _rearranged(func: Any, args: Any, kwargs: Any) -> Stream | None:
         if shape != x.shape or any(d % x.dim() == x.dim() - 1 for d in args[1:3]) or len(args) != 3:
             return None
         new_x, *others = (func(t, *args[1:], **kwargs) for t in (streams.x, *streams.others, *streams.outputs))
-        count = len(streams.others)
+        count = len(streams.others)  # the first of `others` are further streams, the rest are outputs
         streams = streams._replace(x=new_x, others=tuple(others[:count]), outputs=tuple(others[count:]), normed=None)
         if streams.read is not None:
             unwritten = tuple(func(t, *args[1:], **kwargs) for t in streams.unwritten)
@@ -274,8 +283,8 @@ def _rearranged(func: Any, args: Any, kwargs: Any) -> Stream | None:
         value = _numbers(stream).reshape(made.shape)
     elif made.dtype != x.dtype:
         cast = tuple(other.to(made.dtype) for other in streams.others)
-        under_way = None if streams.read is None else made
-        streams = streams._replace(x=streams.x.to(made.dtype), others=cast, normed=None, read=under_way)
+        read_tensor = None if streams.read is None else made
+        streams = streams._replace(x=streams.x.to(made.dtype), others=cast, normed=None, read=read_tensor)
     elif name == "clamp":
         streams = streams._replace(x=func(streams.x, *args[1:], **kwargs))
     return Stream.of(made, stream.under_way, streams, stream.written, stream.parallel, shape, value)

@@ -60,7 +60,7 @@ class Roles(NamedTuple):
 
 
 def owner_of(module: nn.Module) -> Owner:
-    """Returns the key of a linear layer's matrix: its weight, or the module if it computes its weight."""
+    """Returns the key of a linear layer's matrix: its weight, or the module if it computes its weight from others."""
     own = module._parameters.get("weight")
     return module if own is None else own
 
@@ -68,8 +68,8 @@ def owner_of(module: nn.Module) -> Owner:
 def find_roles(
     model: nn.Module, run: Callable[[], Any], norms: Set[nn.Module], writers: Mapping[Owner, set[Owner]]
 ) -> Roles:
-    """Returns the roles of all matrices of a model in evaluation mode. `writers`: the last matrix of each branch → all
-    matrices of the branch."""
+    """Returns the roles of all matrices of a model in evaluation mode. `run`: runs the model; `norms`: its norms;
+    `writers`: the last matrix of each branch → all matrices of the branch."""
 
     def again(first: Trace, scales: Mapping[int, Tensor]) -> Trace | None:
         """Repeats the run with the first run's outputs of matrices and attentions; those in `scales` are scaled. None:
@@ -81,7 +81,8 @@ def find_roles(
             raise
         except Exception:  # the model may fail on scaled rows
             return None
-        return other if len(other.products) == len(first.products) else None
+        has_same_products = len(other.products) == len(first.products)
+        return other if has_same_products else None
 
     first = Trace(model, norms)
     try:
@@ -94,7 +95,8 @@ def find_roles(
 
 
 class _Reader:
-    """Reads the roles of matrices from a traced run."""
+    """Reads the roles of matrices from a traced run. `writers`: the last matrix of each branch → all matrices of the
+    branch."""
 
     def __init__(self, run: Trace, writers: Mapping[Owner, set[Owner]]) -> None:
         self.run, self.writers = run, writers
@@ -108,8 +110,9 @@ class _Reader:
         self.tested: set[int] = set()
         """Numbers of the products whose inputs combine several outputs of earlier matrices in each column."""
         self.heads: dict[int, int] = {}
+        """For each product's number, `Matrix.heads` of its matrix."""
         self.factors: dict[int, float] = {}
-        """For each product's number, `Matrix.heads` and `Matrix.factor` of its matrix."""
+        """For each product's number, `Matrix.factor` of its matrix."""
 
     def read(self, again: Callable[[Any], Trace | None]) -> dict[Owner, Matrix]:
         """Returns the roles. `again`: repeats the run with some outputs scaled (see `find_roles`)."""
@@ -118,6 +121,7 @@ class _Reader:
         self._feed_forwards(again)
         found = {owner: Matrix(rows, heads) for owner, (rows, heads) in self.run.known.items()}
         for i, product in enumerate(self.run.products):
+            # the outputs of earlier matrices and attentions from which a branch's last matrix computes its input
             behind = leaves_of(product.x) if product.owner in self.writers else set()
             reads_attention = bool(behind & self.run.attended)
             matrix = Matrix(
@@ -147,7 +151,7 @@ class _Reader:
         return {i: g for i, g in zip(numbers, given) if g is not None}
 
     def _own(self, i: int, rows: Iterable[int], role: str, head: int | None = None) -> None:
-        """Notes a role for some rows of the matrix of product i."""
+        """Notes a role, and the head if it is known, for some rows of the matrix of product i."""
         if i not in self.owned:
             self.owned[i] = [set() for _ in range(self.run.products[i].leaf.shape[-1])]
         for row in rows:
@@ -155,32 +159,39 @@ class _Reader:
 
     # Queries, keys and values.
 
-    def _attention(self, one: Attention) -> None:
+    def _attention(self, attention: Attention) -> None:
         """Notes which rows compute the queries, keys and values of an attention, its number of heads, and the factor of
         its queries. Notes nothing if queries, keys or values come from no matrix."""
-        found = {role: self._heads(t) for role, t in (("query", one.q), ("key", one.k), ("value", one.v))}
-        if not all(found.values()):
+        # role → number of a product → the set of its matrix's rows for each head
+        heads_of_role = {
+            role: self._heads(t) for role, t in (("query", attention.q), ("key", attention.k), ("value", attention.v))
+        }
+        if not all(heads_of_role.values()):
             return
-        for (role, heads), width in zip(found.items(), (one.q.shape[-1], one.k.shape[-1], one.v.shape[-1])):
+        for (role, heads), width in zip(
+            heads_of_role.items(), (attention.q.shape[-1], attention.k.shape[-1], attention.v.shape[-1])
+        ):
             for i, sets in heads.items():
                 # a row belongs to one head only if the sets are disjoint and no larger than a head
                 are_disjoint = sum(map(len, sets)) == len(set[int]().union(*sets))
                 are_heads = are_disjoint and len(sets[0]) <= width
                 for head, rows in enumerate(sets):
                     self._own(i, rows, role, head if are_heads else None)
-        queries, keys = found["query"], found["key"]
+        queries, keys = heads_of_role["query"], heads_of_role["key"]
         query_rows = [set[int]().union(*sets) for sets in queries.values()]
         # if several matrices compute the queries, as with an adapter, each must have rows of its own for every head
         by_matrix = zip(queries.values(), query_rows)
         counts = {len(sets) if sum(map(len, sets)) == len(rows) else 0 for sets, rows in by_matrix}
         if len(query_rows) == 1:
-            count = len(query_rows[0]) // one.q.shape[-1]
+            count = len(query_rows[0]) // attention.q.shape[-1]  # all rows, by the rows of one head
         else:
             count = counts.pop() if len(counts) == 1 else 0  # 0: unknown
-        for i in {i for heads in found.values() for i in heads}:
+        for i in {i for heads in heads_of_role.values() for i in heads}:
             self.heads[i] = max(1, count)
-        if len(queries) == len(keys) == 1 and _is_unscaled(one, *(self._leaf(heads) for heads in (queries, keys))):
-            self.factors[next(iter(queries))] = one.q.shape[-1] ** -0.5
+        if len(queries) == len(keys) == 1 and _is_unscaled(
+            attention, *(self._leaf(heads) for heads in (queries, keys))
+        ):
+            self.factors[next(iter(queries))] = attention.q.shape[-1] ** -0.5
 
     def _heads(self, t: Tensor) -> dict[int, list[set[int]]]:
         """Returns, for each matrix that `t` (queries, keys or values) is computed from, the set of rows of each
@@ -196,11 +207,12 @@ class _Reader:
         return found
 
     def _leaf(self, heads: dict[int, Any]) -> Tensor:
+        """Returns the output of the one matrix in a result of `_heads`."""
         return self.run.products[next(iter(heads))].leaf
 
     def _mixes(self, product: Product, behind: set[int]) -> bool:
-        """Returns whether the last row of a matrix's input depends on other rows than the last of earlier matrices'
-        outputs in the branch."""
+        """Returns whether a branch mixes rows (tokens): whether the last row of its last matrix's input depends on
+        other rows of earlier matrices' outputs than the last. `behind`: the leaves that the input is computed from."""
         x = product.x
         if not x.requires_grad or x.dim() < 3 or x.shape[-2] < 2:
             return False
@@ -221,7 +233,7 @@ class _Reader:
             if product.owner not in self.writers or not product.x.requires_grad:
                 continue
             behind, weights = leaves_of(product.x), self._weights(product.x)
-            own = self.writers[product.owner] - {product.owner}
+            own = self.writers[product.owner] - {product.owner}  # the branch's other matrices
             inside = {leaf for leaf in behind if self._owner(leaf) in own}
             found = self._reached((product.x * weights).sum(), inside)
             attends = bool(behind & self.run.attended)
@@ -261,25 +273,25 @@ class _Reader:
     def _linear_rows(
         self, tested: list[tuple[int, dict[int, Tensor], Tensor]], again: Callable[[Any], Trace | None]
     ) -> Iterator[tuple[int, dict[int, set[int]], dict[int, set[int]]]]:
-        """Yields for each tested product: its number, and for the matrices it reads the rows in which its input is
-        linear (rows of a), and those in which it is not (rows of b)."""
+        """Yields for each product in `tested` (described in `_feed_forwards`): its number; and for each matrix it reads
+        the rows in which its input is linear (rows of a), and those in which it is not (rows of b)."""
         scaled = {j for _, found, _ in tested for j in found}
         # at how many places the derivative with respect to each row stayed although the row was scaled
         kept = {(i, j): torch.zeros(g.shape[-1], device="cpu") for i, found, _ in tested for j, g in found.items()}
         patterns = {j: _patterns(self.run.products[j].leaf, self.random) for j in scaled}
-        for turn in range(_RUNS if scaled else 0):
-            other = again({j: patterns[j][turn] for j in scaled})
+        for repetition in range(_RUNS if scaled else 0):
+            other = again({j: patterns[j][repetition] for j in scaled})
             for i, found, weights in tested if other is not None else ():
                 assert other is not None
                 outputs = [other.products[j].leaf for j in found]
                 total = (other.products[i].x * weights).sum()
-                given = torch.autograd.grad(total, outputs, retain_graph=True, allow_unused=True)
-                for (j, before), now in zip(found.items(), given):
+                derivatives = torch.autograd.grad(total, outputs, retain_graph=True, allow_unused=True)
+                for (j, before), now in zip(found.items(), derivatives):
                     if now is not None:
                         # equal up to a few roundings
                         stays = (now - before).abs() <= 4 * torch.finfo(now.dtype).eps * before.abs()
-                        here = patterns[j][turn] & stays & (before != 0)
-                        kept[i, j] += here.reshape(-1, here.shape[-1]).sum(0).cpu()
+                        kept_here = patterns[j][repetition] & stays & (before != 0)
+                        kept[i, j] += kept_here.reshape(-1, kept_here.shape[-1]).sum(0).cpu()
         for i, found, _ in tested:
             rows = {j: {*_columns(g).nonzero().flatten().tolist()} for j, g in found.items()}
             # A row of a keeps its derivative where a is scaled and b is not: at about a quarter of all places. A row of
@@ -295,13 +307,14 @@ def _columns(g: Tensor) -> Tensor:
     return (g != 0).reshape(-1, g.shape[-1]).any(0)
 
 
-def _is_unscaled(one: Attention, q: Tensor, k: Tensor) -> bool:
+def _is_unscaled(attention: Attention, q: Tensor, k: Tensor) -> bool:
     """Returns whether the scores are plain products of the outputs of the two matrices, without a factor; terms may be
-    added. Then ∂sᵢᵢ/∂qᵢ = kᵢ, also if query and key i are rotated by the same angle."""
-    if not one.scores.requires_grad or q.dim() != 3 or k.dim() != 3 or q.shape[-1] != k.shape[-1]:
+    added. Then ∂sᵢᵢ/∂qᵢ = kᵢ, also if query and key i are rotated by the same angle. `q`, `k`: those outputs, (batch,
+    tokens, columns)."""
+    if not attention.scores.requires_grad or q.dim() != 3 or k.dim() != 3 or q.shape[-1] != k.shape[-1]:
         return False
     rows = min(q.shape[1], k.shape[1])
-    diagonal = one.scores.diagonal(dim1=-2, dim2=-1)  # −∞ where a mask hides the key
+    diagonal = attention.scores.diagonal(dim1=-2, dim2=-1)  # −∞ where a mask hides the key
     (g,) = torch.autograd.grad(diagonal[torch.isfinite(diagonal)].sum(), q, retain_graph=True, allow_unused=True)
     if g is None:
         return False
@@ -321,32 +334,32 @@ def _patterns(leaf: Tensor, random: torch.Generator) -> list[Tensor]:
 def _runs(owned: Iterable[set[tuple[Any, int | None]]]) -> tuple[Rows, ...]:
     """Returns the roles of a matrix's rows, with neighbours of equal role and head joined into one run of rows. Rows
     with several roles, or none, get the role None."""
-    found: list[Rows] = []
-    for one, alike in itertools.groupby(owned):
-        roles, heads = {role for role, _ in one}, {head for _, head in one}
+    runs: list[Rows] = []
+    for pairs, neighbours in itertools.groupby(owned):
+        roles, heads = {role for role, _ in pairs}, {head for _, head in pairs}
         role = roles.pop() if len(roles) == 1 else None
         head = heads.pop() if len(heads) == 1 and role is not None else None
-        size = sum(1 for _ in alike)
+        size = sum(1 for _ in neighbours)
         # neighbours with different pairs may still have the same role and head, such as none
-        if found and found[-1][:2] == (role, head):
-            found[-1] = found[-1]._replace(size=found[-1].size + size)
+        if runs and runs[-1][:2] == (role, head):
+            runs[-1] = runs[-1]._replace(size=runs[-1].size + size)
         else:
-            found.append(Rows(role, head, size))
-    return tuple(found)
+            runs.append(Rows(role, head, size))
+    return tuple(runs)
 
 
-def _joined(one: Matrix | None, other: Matrix) -> Matrix:
-    """Joins the findings from two products with one matrix, such as those for several experts. If they differ about the
-    rows, the rows get no role."""
-    if one is None or one == other:
-        return other
-    rows = one.rows or other.rows
-    differs = bool(other.rows) and rows != other.rows
-    return one._replace(
+def _joined(first: Matrix | None, second: Matrix) -> Matrix:
+    """Joins the findings from two products with one matrix, such as those for several experts (`first` is None: there
+    was no earlier product). If they differ about the rows, the rows get no role."""
+    if first is None or first == second:
+        return second
+    rows = first.rows or second.rows
+    differs = bool(second.rows) and rows != second.rows
+    return first._replace(
         rows=(Rows(None, None, sum(run.size for run in rows)),) if differs else rows,
-        heads=one.heads or other.heads,
-        reads_attention=one.reads_attention or other.reads_attention,
-        mixes=one.mixes or other.mixes,
-        is_unclear=differs or (not rows and (one.is_unclear or other.is_unclear)),
-        factor=one.factor if one.factor == other.factor else 1.0,
+        heads=first.heads or second.heads,
+        reads_attention=first.reads_attention or second.reads_attention,
+        mixes=first.mixes or second.mixes,
+        is_unclear=differs or (not rows and (first.is_unclear or second.is_unclear)),
+        factor=first.factor if first.factor == second.factor else 1.0,
     )

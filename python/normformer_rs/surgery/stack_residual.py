@@ -40,12 +40,13 @@ class StackResidual(Growing):
         self._blocks = tuple(blocks)  # in a tuple, so that torch does not register them as children
         factory = {"device": like.device, "dtype": like.dtype}
         self.place, declared = place, place.declared
-        self.width, self.is_wide = place.config.d_model, self.carries_more(place)
+        self.width = place.config.d_model
+        self.is_wide = self.carries_more(place)  # the hidden state between blocks holds several tensors
         self.end = tuple(c for c in declared.end if c.kind != "norm" or not has_end_norm)
         self.declared_parts = self._declared()
         install(self, self.declared_parts, place, factory=factory)
         if declared.combine is not None:
-            self.combine = Sums(declared.combine, place, factory, True)
+            self.combine = Sums(declared.combine, place, factory, True)  # learned sums of the layers' outputs
         self.train(blocks[0].training)
         self.grow(declared.growth, like.device)
         self.began_later = False
@@ -54,14 +55,16 @@ class StackResidual(Growing):
         self.compiled_last: int | None = None
         """The number of the layer that ran last as compiled code, which does not see the call of the stack's module.
         None: no compiled layer has run in this call."""
-        self.kept_widths: dict[str, int] = {}
+        self.kept_widths: dict[str, int] = {}  # name → width of kept tensors whose width need not be d
         # needed[i]: the names of kept tensors that layer i or a later one takes
         layers = declared.layers
         self.needed = [sorted({name for later in layers[i:] for name in later.takes}) for i in range(len(layers) + 1)]
 
     def _declared(self) -> list[NormAt | Learned]:
+        """Returns the scheme's norms and parameters for the whole stack, except those of the learned sums."""
         declared = self.place.declared
-        own = [*parts_of((*declared.begin, *self.end)), *(at for at in declared.streams if at is not None)]
+        end_norms = (norm for norm in declared.streams if norm is not None)  # of the further streams
+        own = [*parts_of((*declared.begin, *self.end)), *end_norms]
         return own + parts_of(declared.mixing)
 
     def reset_parameters(self) -> None:
@@ -95,7 +98,7 @@ class StackResidual(Growing):
         """Returns the layer's number in this call of a block, and whether the stack begins with it. `own`: the block's
         number. If layers share the block, they are counted during the stack's call. A recomputation outside that call
         finds both results by the block's input x. Errors: InputError if they are unknown."""
-        call = stack_call(self)
+        call = stack_call(self)  # None: the block runs outside a call of the module around the stack
         begin = self.place.declared.begin
         # the layer matters if layers share the block, and the begin if the stack has begun with a later layer
         needs_layer = is_shared and (self.is_wide or begin or self.end)
@@ -131,7 +134,8 @@ class StackResidual(Growing):
         return layer, begins
 
     def open(self, x: Tensor, layer: int, begins: bool) -> Streams:
-        """Returns the streams that are packed in the hidden state x at the input of a layer."""
+        """Returns the streams that are packed in the hidden state x at the input of a layer. `begins`: whether the
+        stack begins with the layer."""
         kept: KeptTensors = {}
         outputs: list[Tensor] = []
         if x.shape[-1] != self.width:  # an earlier layer has packed further tensors into x
@@ -144,7 +148,7 @@ class StackResidual(Growing):
                 streams = Streams(x)
         combine: Any = self._modules.get("combine")
         if combine is not None:
-            # if layers were skipped, the last output, or x, stands for theirs
+            # if layers were skipped, the last output stands for theirs, or x if there is none
             outputs += [outputs[-1]] * (layer - len(outputs)) if outputs else [streams.x] * layer
             streams = streams._replace(x=combine(streams.x, outputs, None))
         return streams._replace(kept=kept, outputs=tuple(outputs))
@@ -170,13 +174,13 @@ class StackResidual(Growing):
         return y
 
     def _pack(self, streams: Streams, layer: int) -> Tensor:
-        """Returns all tensors of the scheme side by side in one hidden state."""
+        """Returns all tensors of the scheme side by side in one hidden state, as `layer` passes it on."""
         x = streams.x
         if not self.is_wide:
             return x
         first = x.flatten(-2) if getattr(self.place.declared.mixing, "streams", 1) > 1 else x
         kept = [(streams.kept or {})[name] for name in self.needed[layer + 1]]
-        parts = [first, *streams.others, *streams.outputs, *(one.to(x.dtype) for one in kept)]
+        parts = [first, *streams.others, *streams.outputs, *(tensor.to(x.dtype) for tensor in kept)]
         return torch.cat(parts, -1)
 
     def _unpack(self, wide: Tensor, layer: int) -> tuple[Streams, list[Tensor], KeptTensors]:
@@ -185,13 +189,13 @@ class StackResidual(Growing):
         declared, d = self.place.declared, self.width
         names = self.needed[layer]
         widths = [self.kept_widths.get(name, d) for name in names]
-        hyper = getattr(declared.mixing, "streams", 1)
+        hyper = getattr(declared.mixing, "streams", 1)  # the number of streams that x consists of
         rest = wide.shape[-1] - sum(widths) - hyper * d
         first, *others = wide.split([hyper * d, *[d] * (rest // d), *widths], -1)
         kept = dict(zip(names, others[len(others) - len(names) :], strict=True))
         others = others[: len(others) - len(names)]
         x = first.unflatten(-1, (hyper, d)) if hyper > 1 else first
-        count = len(others) if declared.mixing is not None else len(declared.streams)
+        count = len(others) if declared.mixing is not None else len(declared.streams)  # of further streams
         # Under Dynamo `others` is a tuple, hence the conversions.
         return Streams(x, tuple(others[:count])), list(others[count:]), kept
 
@@ -208,14 +212,14 @@ class StackResidual(Growing):
             # x stands for the outputs that are missing, such as those of layers that did not run
             outputs += [x] * (self.place.depth - len(outputs))
             x = combine(x, outputs, None)
-        for at, s in zip(declared.streams, others):
-            x = x + (s if at is None else apply_norm(getattr(self, at.name), s, None))
+        for end_norm, stream in zip(declared.streams, others):  # each further stream is added, after its norm if any
+            x = x + (stream if end_norm is None else apply_norm(getattr(self, end_norm.name), stream, None))
         x, _ = mixing.read(declared.mixing, self, (x, *others))
         return apply_changes(self, self.end, x, None, dict(streams.kept or {}))
 
     def finish(self, y: Tensor, layer: int) -> Tensor:
-        """Returns the stack's output if `layer` was the last to run, with the hidden state y after it. −1: no layer has
-        run."""
+        """Returns the stack's output if `layer` was the last to run, from the hidden state y after it. `layer` is −1 if
+        no layer has run."""
         if y.shape[-1] == self.width:
             return self._finish(self._begun(y, {}) if layer < 0 else Streams(y))
         streams, outputs, kept = self._unpack(y, layer + 1)
@@ -240,6 +244,7 @@ class StackCalls:
         self.stack, self.early = stack, early
 
     def begin(self, *_: Any) -> None:
+        """Begins a call of the stack. A hook before the call."""
         self.stack.compiled_last = None
         begin_stack_call(self.stack)
 
@@ -251,13 +256,13 @@ class StackCalls:
         if call is None or self._is_finished(call):
             return None
         layer = self._layer(call)
-        is_packed = layer >= 0 and self.stack.is_wide
+        is_packed = layer >= 0 and self.stack.is_wide  # the hidden state is then wider than d
         rows = [t for t in tensors_in(output) if t.is_floating_point() and t.dim() > 1]
         rows = [t for t in rows if (t.shape[-1] != self.stack.width) == is_packed]
-        # if no layer has run, or compiled ones have, the hidden state is a tensor of its width
+        # if no layer has run, or only compiled ones, the hidden state is the output's first tensor of its width
         hidden: Any = call.last[0] if call.last is not None else next(iter(rows), None)
         is_unclear = call.last is None and len(rows) > 1
-        # Without a layer that has run, the call may not concern the stack: an encoder's, without the decoder.
+        # if no layer has run, the call may not concern this stack: a model may call its encoder without its decoder
         is_elsewhere = layer >= 0 and (is_unclear or all(t is not hidden for t in tensors_in(output)))
         if output is not None and is_elsewhere and (self.stack.end or self.stack.is_wide):
             raise InputError(
@@ -309,6 +314,7 @@ def show(_: nn.Module, __: Any, output: Any) -> Any:
 
 
 def _shown(t: Tensor) -> Tensor:
+    """Returns x for a wide hidden state, and any other tensor as it is."""
     reference, layer = WIDE.get(t, (None, 0))
     stack = None if reference is None else reference()
     return t if stack is None else stack.seen(t, layer)
@@ -319,9 +325,9 @@ def _replaced(value: Any, change: Any) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(_replaced(one, change) for one in value)
+        return tuple(_replaced(item, change) for item in value)
     if isinstance(value, list):
-        return [_replaced(one, change) for one in value]
+        return [_replaced(item, change) for item in value]
     if isinstance(value, Mapping):
         for name in [*value]:
             new = _replaced(value[name], change)

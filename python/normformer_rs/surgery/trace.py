@@ -18,9 +18,12 @@ Owner = nn.Parameter | nn.Module
 """The key of a matrix: its parameter, or the linear layer if it computes its weight from other parameters."""
 
 _PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum"})
+"""Operations that may multiply two tensors that the run computed, as attention does."""
 _BY_MATRIX = frozenset({"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "grouped_mm", "_grouped_mm"})
 _BY_MATRIX |= {"grouped_mm_fallback"}  # this operator is defined by transformers
+"""Operations that may multiply a tensor by a parameter."""
 _TRANSPOSES = frozenset({"transpose", "t", "swapaxes", "swapdims", "adjoint", "permute", "__get__"})
+"""Operations that may exchange the last two dimensions; `__get__` reads the attributes T and mT."""
 _SCALE = -2.0
 """A repeated run multiplies chosen outputs by this number."""
 
@@ -60,7 +63,8 @@ class _Pair(NamedTuple):
 
 class Trace(TorchFunctionMode):
     """Traces a run, and makes leaves of the outputs of all matrices and attentions. `first`: an earlier trace, whose
-    outputs are used again; `scales`: the number of a product → a mask of its outputs to multiply by −2."""
+    outputs are used again; `scales`: the number of a product → a mask of its outputs to multiply by −2; `norms`: the
+    model's norms."""
 
     def __init__(
         self, model: nn.Module, norms: Set[nn.Module], first: "Trace | None" = None, scales: Any = None
@@ -100,9 +104,11 @@ class Trace(TorchFunctionMode):
                 run()
 
     def _enter(self, *_: Any) -> None:
+        """Stops recording at the start of a hooked module's call."""
         self.within += 1
 
     def _leave(self, module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        """Replaces the output of a hooked module: a norm's by scaled rows, a linear layer's by a new leaf."""
         self.within -= 1
         if self.within:
             return out
@@ -113,7 +119,7 @@ class Trace(TorchFunctionMode):
         if not isinstance(out, Tensor) or out.shape != x.shape:
             return out
         scale = x.detach().square().mean(-1, keepdim=True).clamp_min(1e-12).rsqrt()
-        # a repeated run takes the first run's constants, so that they do not change with the scaled outputs
+        # a repeated run takes the first run's constants, which then do not depend on the outputs that are scaled
         if self.first is not None and self.first.scaled[len(self.scaled)].shape == scale.shape:
             scale = self.first.scaled[len(self.scaled)]
         self.scaled.append(scale)
@@ -194,6 +200,7 @@ class Trace(TorchFunctionMode):
         output, whether the output's columns are its second last dimension, whether the parameter is (fan_in, fan_out)).
         None: the call is no product with one matrix."""
         floats = [t for t in given if t.is_floating_point() and t.dim() >= 1]
+        # positions of the matrix among the arguments, and of tensors that are no parameters
         weights = [i for i, t in enumerate(floats) if t.dim() >= 2 and self._origin(t) is not None]
         others = [i for i, t in enumerate(floats) if i not in weights and not isinstance(t, nn.Parameter)]
         if len(weights) != 1 or not others or name not in _BY_MATRIX:
@@ -202,9 +209,9 @@ class Trace(TorchFunctionMode):
         weight, x = floats[weights[0]], floats[others[-1] if others[-1] < weights[0] else others[0]]
         owner, is_exchanged = self._origin(weight) or (None, False)
         assert owner is not None
-        sides = weight.shape[-2:]
+        weight_shape = weight.shape[-2:]
         by_rows = name == "linear"  # its weight is (fan_out, fan_in)
-        fan_in_and_out = tuple(sides[::-1]) if by_rows else tuple(sides)
+        fan_in_and_out = tuple(weight_shape[::-1]) if by_rows else tuple(weight_shape)
         # x·W, or linear(x, W): the output's columns are its last dimension
         if others[0] < weights[0] and (x.shape[-1], out.shape[-1]) == fan_in_and_out:
             is_transposed = is_exchanged == by_rows  # W is (fan_in, fan_out) here, except in linear
@@ -213,7 +220,7 @@ class Trace(TorchFunctionMode):
         weight_is_left = (
             name in ("bmm", "matmul", "__matmul__") and weights[0] < others[0] and min(x.dim(), out.dim()) > 1
         )
-        if weight_is_left and (out.shape[-2], x.shape[-2]) == tuple(sides):
+        if weight_is_left and (out.shape[-2], x.shape[-2]) == tuple(weight_shape):
             is_transposed = is_exchanged  # W is (fan_out, fan_in) here
             return owner, x.mT, out, True, is_transposed
         return None
@@ -222,7 +229,8 @@ class Trace(TorchFunctionMode):
         self, owner: Owner, x: Tensor, out: Tensor, is_second_last: bool = False, is_transposed: bool = False
     ) -> Tensor:
         """Records a product with a matrix, and returns its output as a new leaf. In a repeated run the output is that
-        of the first run, scaled if asked. Errors: RuntimeError if the run differs from the first."""
+        of the first run, multiplied by −2 where `scales` says so. `is_second_last`: whether the columns are the second
+        last dimension of `out`. Errors: RuntimeError if the run differs from the first."""
         number = len(self.products)
         value = out.detach().mT if is_second_last else out.detach()
         if self.first is not None:
@@ -252,8 +260,8 @@ class Trace(TorchFunctionMode):
         return leaf.clone()
 
     def _torchs_attention(self, given: Mapping[str, Any], out: Any) -> Any:
-        """Records a call of torch.nn's attention, whose arguments say which matrix is which. Returns its result, with
-        the output projection's output as a new leaf."""
+        """Records a call of torch.nn's functional attention. Returns its result, with the output projection's output as
+        a new leaf. `given`: the call's arguments by name, which say which matrix is which; `out`: its result."""
         heads, width = given["num_heads"], given["embed_dim_to_check"]
         stacked = given["in_proj_weight"] if not given.get("use_separate_proj_weight") else None
         names: tuple[Any, ...] = ("query", "key", "value")
@@ -266,8 +274,8 @@ class Trace(TorchFunctionMode):
         # stands for the heads' joint output, which the function does not return
         heads_output = out[0].detach().clone().requires_grad_()
         self.attended.add(id(heads_output))
-        made = self._matrix(self.owners[id(given["out_proj_weight"])], heads_output, out[0])
-        return (made, *out[1:])
+        projected = self._matrix(self.owners[id(given["out_proj_weight"])], heads_output, out[0])
+        return (projected, *out[1:])
 
     def _pair(self, name: str, args: Any, given: list[Tensor]) -> tuple[Tensor, Tensor] | None:
         """Returns the two factors of a product, as (…, rows, columns) and (…, columns, rows). None: the call does
@@ -285,9 +293,9 @@ class Trace(TorchFunctionMode):
             # attention multiplies its weights by the values, so exactly one factor comes from the softmax
             is_left, is_right = (_leads(t, weights) for t in (left, right))
             pairs = [pair for pair in self.pairs if _leads(scores, pair.out)] if is_left != is_right else []
-            if len(pairs) != 1:  # keep the products whose factors both depend on the model's input
+            if len(pairs) != 1:  # of several products, q kᵀ is the one whose factors both depend on the model's input
                 pairs = [pair for pair in pairs if pair.depends]
-            if len(pairs) == 1 and dimension in (-1, scores.dim() - 1):
+            if len(pairs) == 1 and dimension in (-1, scores.dim() - 1):  # a softmax over the keys
                 del self.softmaxes[i]
                 q, keys = pairs[0].left, pairs[0].right
                 return self._attended(q, keys.mT, right if is_left else left.mT, scores, out)
@@ -306,8 +314,8 @@ def _of_attention(
 
 
 def _of_einsum(equation: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Returns the factors of an einsum in the layout of matmul's arguments. None: the einsum is no batch of
-    matrix products."""
+    """Returns the factors a and b of an einsum, such as "bqhd,bkhd->bhqk", in the layout of matmul's arguments. None:
+    the einsum is no batch of matrix products."""
     if not isinstance(equation, str) or "." in equation or "->" not in equation:
         return None
     given, result = equation.replace(" ", "").split("->")

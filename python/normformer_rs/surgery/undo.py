@@ -13,6 +13,7 @@ from .handover import hand_over, hand_over_parameter, reclass, refuse_held, refu
 from .whole import SWAPS, State, T, write
 
 _DICTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+"""The attributes of a module that are changed in place, so that their contents are copied."""
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
 
 
@@ -38,16 +39,19 @@ class _Module(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> "_Module":
+        """Returns a copy of the module's present state."""
         attributes = {name: value for name, value in module.__dict__.items() if name not in _DICTS}
         return cls(type(module), attributes, {name: _copied(module.__dict__[name]) for name in _DICTS})
 
 
 def _copied(held: dict[str, Any] | set[str]) -> dict[str, Any]:
+    """Returns a copy of a dictionary. A set becomes a dictionary with its items as keys, so that `_merged` takes it."""
     return dict.fromkeys(held, True) if isinstance(held, set) else {**held}
 
 
 def _merged(now: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `now` with the changes from `before` to `after` reversed, in the order of `before`."""
+    """Returns `now` with the changes from `before` to `after` reversed, in the order of `before`. Other changes since
+    `after` stay."""
     changed = {key for key in {**before, **after} if before.get(key, _MISSING) is not after.get(key, _MISSING)}
     values = {key: (before if key in changed else now).get(key, _MISSING) for key in {**before, **now}}
     return {key: value for key, value in values.items() if value is not _MISSING}
@@ -71,7 +75,8 @@ class Edits:
     """The changes that a swap makes to a model, with their undo. Later changes by other code survive the undo."""
 
     def __init__(self, model: nn.Module, title: str, optimizer: torch.optim.Optimizer | None = None) -> None:
-        self.model, self._title, self._optimizer = model, [title], optimizer
+        self.model, self._optimizer = model, optimizer
+        self._title = [title]  # in a list, whose identity tells swaps with equal titles apart (SWAPS)
         self.state: State | None = State(model, optimizer)
         """The model's state before the changes. None: the changes are complete."""
         self._before: dict[nn.Module, _Module] = {}
@@ -98,7 +103,7 @@ class Edits:
         except (InputError, torch.OutOfMemoryError):
             raise
         except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as reason:
-            said = f"{type(reason).__name__}: {str(reason).partition(chr(10))[0][:200]}"
+            said = f"{type(reason).__name__}: {str(reason).partition(chr(10))[0][:200]}"  # the message's first line
             raise InputError(
                 f"{self.title} is not possible, and nothing was changed: {_unsupported(self.model)}{said}"
             ) from reason
@@ -157,20 +162,21 @@ class Edits:
         have hooks or attributes that the old ones cannot have.
         """
         for module in self._after:
-            (later,) = SWAPS[module][-1]  # the last swap's title, in a list of its own that tells swaps apart
+            (later,) = SWAPS[module][-1]  # the title of the last swap of this module
             if SWAPS[module][-1] is not self._title:
                 same = f"{self.title} and changed the same {type(module).__name__}"
                 raise InputError(f"{later} came after {same}: undo() that first")
         refuse_offloaded(self.model)
         for name, new, old in self._heirs:
             refuse_held(name, new, old)
+        # the children from before the swap, which the undo puts back, are written as well
         earlier = [child for module in self._before.values() for child in module.held["_modules"].values()]
         state = State(self.model, self._optimizer, [*self._before, *(child for child in earlier if child is not None)])
         state.run(functools.partial(self._undo, state, then))
 
     def _undo(self, state: State, then: Callable[[], None]) -> None:
         """Reverses all changes. Once `state.finish` is set, an interrupt completes the undo."""
-        # all other tensors of the undone model are restored ones
+        # the tensors of the swapped model; those that the undone model has besides are restored ones
         swapped = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
         for module, before in self._before.items():
             self._restore(module, before, self._after[module])
@@ -184,14 +190,15 @@ class Edits:
     def _finish(
         self, moves: Sequence[tuple[nn.Parameter, torch.device, torch.dtype]], then: Callable[[], None]
     ) -> None:
-        """Completes an undo. After an interrupt it runs once more, so it must be idempotent."""
+        """Completes an undo. After an interrupt it runs once more, so it must be idempotent. `moves`: restored
+        parameters, each with the device and dtype to move to."""
         for parameter, device, dtype in moves:
             parameter.data, parameter.grad = parameter.data.to(device, dtype), None
         write(self._values)
         then()
 
     def _restore(self, module: nn.Module, before: _Module, after: _Module) -> None:
-        """Reverses the changes to one module."""
+        """Reverses the changes to one module. `before`, `after`: its state before and after the swap."""
         if before.kind is not after.kind:
             reclass(module, before.kind)
         held = {name: module.__dict__[name] for name in _DICTS}
@@ -218,7 +225,7 @@ class Edits:
 
     def _bring_buffers_along(self, swapped: set[int]) -> None:
         """Moves restored buffers to the device that the model was given since the swap."""
-        devices = {device: p.device for p, device, _ in self._places}
+        devices = {device: p.device for p, device, _ in self._places}  # right after the swap → now
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in swapped:
@@ -280,6 +287,7 @@ class Swaps(Sequence[Row]):
         return back
 
     def _forget(self) -> None:
+        """Makes a second `undo` impossible."""
         self._edits = None
 
     def __getitem__(self, index: Any) -> Any:

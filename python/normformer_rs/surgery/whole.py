@@ -60,8 +60,8 @@ class State:
         self._optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         owned: list[dict[Any, Any]] = [*self._optimizer.param_groups, self._optimizer.state] if self._optimizer else []
         written = [*owned, *(vars(config) for config in configs_of(model))]
-        self._dicts = [(one, {**one}) for one in written]
-        self._records: list[tuple[Any, Any, list[Any]]] = []
+        self._dicts = [(dictionary, {**dictionary}) for dictionary in written]
+        self._records: list[tuple[Any, Any, list[Any]]] = []  # (SWAPS or HEIRS, a key in it, copy of the entry)
         self._records += [(SWAPS, module, [*SWAPS.get(module, ())]) for module in modules]
         self._records += [(HEIRS, t, [*HEIRS.get(t, ())]) for t in tensors.values()]
         self._random = _random_states(tensors.values())
@@ -82,7 +82,7 @@ class State:
 
     def keep_dicts(self, dicts: Iterable[dict[Any, Any]]) -> None:
         """Keeps the contents of further dictionaries. Call this before they are written."""
-        self._dicts += [(one, {**one}) for one in dicts]
+        self._dicts += [(dictionary, {**dictionary}) for dictionary in dicts]
 
     def run(self, change: Callable[[], T]) -> T:
         """Makes a change and returns its result. If an exception ends it, everything is put back, or, if `finish` is
@@ -115,6 +115,7 @@ class State:
         _raise(self._deferred)
 
     def _defer(self, number: int, _: FrameType | None) -> None:
+        """Notes a signal for later. The handler of all signals while `_settle` runs."""
         self._deferred.append(number)
 
     @torch.no_grad()
@@ -138,8 +139,8 @@ class State:
         for buffer, version, value in self._buffers:
             if _version(buffer) != version:
                 buffer.copy_(value)
-        for one, items in self._dicts:
-            _put_back(one, items)
+        for dictionary, items in self._dicts:
+            _put_back(dictionary, items)
         for record, key, entries in self._records:
             now = record.get(key)
             if now is not None:
@@ -151,7 +152,7 @@ class State:
 
 @torch.no_grad()
 def write(values: Mapping[Tensor, tuple[Tensor, bool]]) -> None:
-    """Writes values and `requires_grad` into tensors."""
+    """Writes values and `requires_grad` into tensors: tensor → (value, `requires_grad`)."""
     for t, (value, requires_grad) in values.items():
         if t.requires_grad != requires_grad:
             t.requires_grad_(requires_grad)
@@ -159,6 +160,7 @@ def write(values: Mapping[Tensor, tuple[Tensor, bool]]) -> None:
 
 
 def _copied(holder: Any) -> Any:
+    """Returns a shallow copy of a dictionary or a set."""
     return {*holder} if isinstance(holder, set) else {**holder}
 
 
@@ -166,7 +168,7 @@ def _put_back(holder: Any, contents: Any) -> None:
     """Restores the contents and order of a dictionary or a set, if they differ."""
     if isinstance(holder, set):
         is_same = holder == contents
-    else:
+    else:  # compared by identity, since tensors have no plain equality
         is_same = len(holder) == len(contents) and all(map(operator.is_, holder.values(), contents.values()))
         is_same = is_same and all(map(operator.is_, holder, contents))
     if not is_same:
@@ -175,6 +177,7 @@ def _put_back(holder: Any, contents: Any) -> None:
 
 
 def _hooks(t: Tensor) -> tuple[Any, Any]:
+    """Returns a tensor's dictionary of gradient hooks and a copy of it; (None, None) if it has no such dictionary."""
     hooks: Any = t._backward_hooks
     return hooks, None if hooks is None else {**hooks}
 
