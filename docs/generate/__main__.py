@@ -48,9 +48,9 @@ def main() -> int:
         return 0
     from .check import faults
 
-    found = faults(arguments.site)
-    print("\n".join(found) or f"{arguments.site}: no dead link, nothing loaded from elsewhere", file=sys.stderr)
-    return 1 if found else 0
+    lines = faults(arguments.site)
+    print("\n".join(lines) or f"{arguments.site}: no dead link, nothing loaded from elsewhere", file=sys.stderr)
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

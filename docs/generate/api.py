@@ -151,14 +151,14 @@ def is_for_users(kind: type, name: str) -> bool:
 def methods(kind: type) -> dict[str, Any]:
     """Returns the methods and properties of a class that are for users and have a docstring, including those of base
     classes in this package."""
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for base in kind.__mro__:
         for name, value in vars(base).items() if base.__module__.startswith("normformer_rs") else ():
             plain = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
             is_method = (callable(plain) or isinstance(plain, property)) and plain.__doc__
-            if is_method and name not in found and is_for_users(kind, name):
-                found[name] = value if isinstance(value, property) else getattr(kind, name)
-    return found
+            if is_method and name not in by_name and is_for_users(kind, name):
+                by_name[name] = value if isinstance(value, property) else getattr(kind, name)
+    return by_name
 
 
 def _methods(kind: type) -> Iterator[str]:
@@ -259,6 +259,6 @@ def _marked(paragraph: str) -> str:
 
 def _paragraphs(text: str) -> list[str]:
     """Returns the parts of a docstring between empty lines. An example may follow prose without an empty line."""
-    found = re.split(r"\n\s*\n", text.strip("\n"))
-    split = [[part] if part.startswith(">>>") else re.split(r"\n(?=>>> )", part, maxsplit=1) for part in found]
+    blocks = re.split(r"\n\s*\n", text.strip("\n"))
+    split = [[part] if part.startswith(">>>") else re.split(r"\n(?=>>> )", part, maxsplit=1) for part in blocks]
     return [part for parts in split for part in parts if part.strip()]

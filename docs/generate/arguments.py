@@ -61,10 +61,10 @@ def rows(value: Any) -> str:
 def parameters(value: Any) -> list[inspect.Parameter]:
     """Returns the parameters of a callable's signature, without `self`; none if Python knows no signature."""
     try:
-        found = inspect.signature(value).parameters.values()
+        all_parameters = inspect.signature(value).parameters.values()
     except (TypeError, ValueError):
         return []
-    return [p for p in found if p.name != "self"]
+    return [p for p in all_parameters if p.name != "self"]
 
 
 def kind_of(annotation: Any) -> str:
@@ -90,12 +90,12 @@ def fields(kind: type) -> dict[str, str]:
         return {}
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(tree, ast.ClassDef)
-    found = {}
+    documents = {}
     for item, following in zip(tree.body, [*tree.body[1:], None]):
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-            found[item.target.id] = inspect.cleandoc(str(following.value.value)) if is_text else ""  # type: ignore[union-attr]
-    return found
+            documents[item.target.id] = inspect.cleandoc(str(following.value.value)) if is_text else ""  # type: ignore[union-attr]
+    return documents
 
 
 _SECTION = re.compile(r"^(?:Args|Attributes):[ \n](.*(?:\n(?: {4}.*)?)*)", re.M)
@@ -117,20 +117,20 @@ def listed(document: str) -> dict[str, str]:
 
 def _keywords(value: Any) -> dict[str, str]:
     """Returns the arguments that a callable takes as `**keywords`, with their meanings, from its docstring."""
-    found = parameters(value)
-    if not any(p.kind is p.VAR_KEYWORD for p in found):
+    declared = parameters(value)
+    if not any(p.kind is p.VAR_KEYWORD for p in declared):
         return {}
     entries = listed(inspect.getdoc(value) or "")
-    return {name: what for name, what in entries.items() if name not in {p.name for p in found}}
+    return {name: what for name, what in entries.items() if name not in {p.name for p in declared}}
 
 
 def _meanings(value: Any) -> dict[str, str]:
     """Returns the meaning of each argument, from the first of `_places` that has one."""
     names = [p.name for p in parameters(value)]
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for place in _places(value, names):
-        found |= {name: what for name, what in place.items() if what and name in names and name not in found}
-    return found
+        meanings |= {name: what for name, what in place.items() if what and name in names and name not in meanings}
+    return meanings
 
 
 def _places(value: Any, names: list[str]) -> Iterator[dict[str, str]]:
@@ -161,16 +161,16 @@ def _owner(value: Any) -> type | None:
     """Returns the class itself, or the class of a method; None for a function."""
     if inspect.isclass(value):
         return value
-    found = getattr(sys.modules.get(value.__module__), value.__qualname__.partition(".")[0], None)
-    return found if inspect.isclass(found) else None
+    outermost = getattr(sys.modules.get(value.__module__), value.__qualname__.partition(".")[0], None)
+    return outermost if inspect.isclass(outermost) else None
 
 
 def _shape(document: str, name: str) -> str:
     """Returns a sentence with the shape of a tensor, from the part `Shapes:` of a class's docstring; "" if there is
     none."""
     text = re.search(r"^Shapes: (.*(?:\n.+)*)", document, re.M)
-    found = re.search(rf"\b{re.escape(name)}`? (\([^)]*\))", text[1]) if text else None
-    return f"Shape {found[1]}." if found else ""
+    match = re.search(rf"\b{re.escape(name)}`? (\([^)]*\))", text[1]) if text else None
+    return f"Shape {match[1]}." if match else ""
 
 
 def _referred(document: str) -> list[type]:

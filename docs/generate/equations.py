@@ -125,10 +125,10 @@ class _Parser:
 
     def whole(self) -> str:
         """Returns the formula as MathML. Errors: _Unreadable if it cannot be parsed."""
-        found = self.row(None)
+        mathml = self.row(None)
         if self.at != len(self.tokens):
             raise _Unreadable
-        return found
+        return mathml
 
     def peek(self) -> str | None:
         """Returns the next token without reading it; None at the end."""
@@ -191,14 +191,14 @@ class _Parser:
         else:
             raise _Unreadable
         below, above = self.scripts()
-        found = _scripted(base, below, above)
+        mathml = _scripted(base, below, above)
         if FUNCTIONS.fullmatch(token) and (self.peek() or "x").isspace():
-            found += '<mspace width="0.17em"/>'
+            mathml += '<mspace width="0.17em"/>'
         if is_callable and self.peek() in ("(", "["):
-            found = f"<mrow>{found.replace('&#160;', '')}{self.group(self.take())}</mrow>"
+            mathml = f"<mrow>{mathml.replace('&#160;', '')}{self.group(self.take())}</mrow>"
             below, above = self.scripts()
-            found = _scripted(found, below, above)
-        return found
+            mathml = _scripted(mathml, below, above)
+        return mathml
 
     def group(self, opened: str) -> str:
         """Returns a group, whose opening sign `opened` was just read, with its parentheses. Braces are not shown."""
@@ -237,9 +237,9 @@ class _Parser:
         token = self.take()
         if token in _OPEN:
             was_small, self.is_small = self.is_small, True
-            found = _bare(self.group(token))
+            mathml = _bare(self.group(token))
             self.is_small = was_small
-            return found
+            return mathml
         if not token[0].isalnum() and token not in "∞−":
             raise _Unreadable
         return _character(token) if token[0].isdigit() or len(token) == 1 else f"<mtext>{html.escape(token)}</mtext>"

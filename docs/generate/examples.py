@@ -28,9 +28,9 @@ def shown(code: str) -> str:
 @cache
 def of_names() -> dict[str, str]:
     """Returns the code in docs/examples.md for each name in the head of a section."""
-    found = {}
+    code_of = {}
     text = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
     for section in re.split(r"^## ", text, flags=re.M)[1:]:
         head, _, rest = section.partition("```python\n")
-        found |= dict.fromkeys(re.findall(r"`(normformer_rs[\w.]+)`", head), rest.partition("```")[0])
-    return found
+        code_of |= dict.fromkeys(re.findall(r"`(normformer_rs[\w.]+)`", head), rest.partition("```")[0])
+    return code_of

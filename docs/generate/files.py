@@ -17,9 +17,9 @@ def page() -> str:
     for top in FOLDERS:
         folders = sorted({path.parent for path in (ROOT / top).rglob("*") if path.suffix in (".rs", ".py")})
         for folder in folders:
-            found = [(f"`{path.name}`", first_sentence(path)) for path in sorted(folder.iterdir())
+            sentences = [(f"`{path.name}`", first_sentence(path)) for path in sorted(folder.iterdir())
                      if path.suffix in (".rs", ".py")]  # fmt: skip
-            rows = [row for row in found if row[1]]
+            rows = [row for row in sentences if row[1]]
             if rows:
                 parts.append(f"## {folder.relative_to(ROOT).as_posix()}\n\n{table(('file', 'what'), rows)}")
     return "\n\n".join(parts) + "\n"
@@ -32,8 +32,8 @@ def first_sentence(path: Path) -> str:
         lines = re.match(r"(?://!.*\n)*", text)
         opening = " ".join(line[3:].strip() for line in (lines[0] if lines else "").splitlines())
     else:
-        found = re.match(r'r?"""(.*?)"""', text, re.S)
-        opening = " ".join((found[1] if found else "").split("\n\n")[0].split())
+        docstring = re.match(r'r?"""(.*?)"""', text, re.S)
+        opening = " ".join((docstring[1] if docstring else "").split("\n\n")[0].split())
     # "et al." does not end a sentence.
     sentence = re.split(r"(?<!al)(?<=[.:])\s", opening, maxsplit=1)[0].rstrip(":.")
     return sentence.replace("|", "\\|")

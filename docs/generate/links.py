@@ -19,8 +19,8 @@ _KEPT = re.compile(r"(^ *```.*?^ *```$|^#[^\n]*$|<a [^>]*>.*?</a>|<[^>]+>|!?\[[^
 
 def homes() -> dict[str, str]:
     """Returns the page of each norm and scheme, with an anchor if the page describes several names."""
-    found = {e["name"]: f"{kind}/{e['name']}.md" for kind in ("norms", "residuals") for e in config.tables()[kind]}
-    return found | {e["name"]: f"names.md#{e['name']}" for e in config.tables()["families"]}
+    pages = {e["name"]: f"{kind}/{e['name']}.md" for kind in ("norms", "residuals") for e in config.tables()[kind]}
+    return pages | {e["name"]: f"names.md#{e['name']}" for e in config.tables()["families"]}
 
 
 def linked(page: str, text: str) -> str:
@@ -43,10 +43,10 @@ def source(value: Any) -> str:
         lines, first = inspect.getsourcelines(plain)
         last = first + len(lines) - 1
     except (OSError, TypeError):
-        found = _stub(getattr(plain, "__name__", ""))
-        if found is None:
+        stub = _stub(getattr(plain, "__name__", ""))
+        if stub is None:
             return ""
-        path, first = found
+        path, first = stub
         last = first
     name = os.path.relpath(path, ROOT)
     return "" if name.startswith((".", os.sep)) else f"[source]({GITHUB}{name}#L{first}-L{last})"

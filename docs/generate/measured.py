@@ -18,8 +18,8 @@ def filled(page: str) -> str:
         ValueError: a table has no rows.
     """
 
-    def fill(found: re.Match) -> str:
-        maker, name = found[1], found[2]
+    def fill(mark: re.Match) -> str:
+        maker, name = mark[1], mark[2]
         text = _MAKERS[maker](name)
         if not text:
             raise ValueError(f"no row of benches/results is for the table {maker} {name}")
@@ -43,8 +43,8 @@ def _norms(name: str) -> str:
     for row in results(name):
         what = f"{row['what']}, {'forward' if row['pass'] == 'forward' else 'both ways'}"
         sizes.setdefault((row["memory"], row["dtype"], what), {})[row["megabytes"]] = f"{float(row['ratio']):.2f}"
-    columns = sorted({size for found in sizes.values() for size in found}, key=int)
-    cells = [(*key, *(found.get(size, "") for size in columns)) for key, found in sizes.items()]
+    columns = sorted({size for by_size in sizes.values() for size in by_size}, key=int)
+    cells = [(*key, *(by_size.get(size, "") for size in columns)) for key, by_size in sizes.items()]
     return table(("memory", "type", "what", *(f"{size} MB" for size in columns)), cells)
 
 
@@ -58,7 +58,7 @@ def _binaries(name: str) -> str:
         warps = [[int(row["warps"]) for row in of_kernel if row["architecture"] == a] for a in architectures]
         size = max(row["parameters"] for row in of_kernel)  # empty for architectures that cuobjdump does not know
         registers = _range([int(row["registers"]) for row in of_kernel])
-        cells.append((kernel, size, registers, *(f"{_range(found)}, {median_low(found)}" for found in warps)))
+        cells.append((kernel, size, registers, *(f"{_range(numbers)}, {median_low(numbers)}" for numbers in warps)))
     header = ("kernel", "bytes of its struct", "registers", *(f"warps on sm_{a}: range, median" for a in architectures))
     return table(header, cells)
 

@@ -73,8 +73,8 @@ def overview(page: str) -> str:
 def _head(entry: dict[str, Any]) -> list[str]:
     """Returns the parts with which the page of a norm or scheme begins: definition, papers, comparisons."""
     parts = [f"# `{entry['name']}`", f'<div class="equation">{equations.render(entry["equation"])}</div>']
-    found = spec.papers(entry["source"], entry["name"])
-    parts.append(f"Source: {_with_code(entry['source'])}." + "".join(f"\n\n- {_linked(paper)}" for paper in found))
+    papers = spec.papers(entry["source"], entry["name"])
+    parts.append(f"Source: {_with_code(entry['source'])}." + "".join(f"\n\n- {_linked(paper)}" for paper in papers))
     parts.append(comparisons(entry["name"]))
     return parts
 
@@ -85,8 +85,8 @@ def comparisons(name: str) -> str:
     if not rows:
         return "Compared only with this project's second implementation in plain PyTorch (`tests/reference`)."
     ways = {"authors": "the authors' code (`tests/authors`)", "library": "another implementation"}
-    found = {whose: [_compared(row) for row in rows if row["whose"] == whose] for whose in ways}
-    return " ".join(f"Compared with {ways[whose]}: {'; '.join(some)}." for whose, some in found.items() if some)
+    by_kind = {whose: [_compared(row) for row in rows if row["whose"] == whose] for whose in ways}
+    return " ".join(f"Compared with {ways[whose]}: {'; '.join(some)}." for whose, some in by_kind.items() if some)
 
 
 def _compared(row: dict[str, Any]) -> str:
@@ -117,10 +117,10 @@ def _linked(paper: str) -> str:
 
 def _specification(name: str) -> list[str]:
     """Returns the section of docs/spec.md about a name, with a heading and a link; an empty list if there is none."""
-    found = spec.section(name)
-    if found is None:
+    section = spec.section(name)
+    if section is None:
         return []
-    anchor, text = found
+    anchor, text = section
     # Relative links are changed, because the text of the specification is shown on a page in another folder.
     text = re.sub(r"\]\((#[\w-]+)\)", r"](../spec.md\1)", text)
     text = re.sub(r"\]\((results[\w-]*\.md)", r"](../\1", text)
@@ -142,7 +142,7 @@ def options(name: str, kind: str) -> list[config.Field]:
     option of another norm, or `groupscaling`, also belongs to a norm that its help names."""
     # The longest name that fits owns an option: powernorm-v comes before powernorm.
     names = sorted((e["name"] for e in config.tables()[kind]), key=len, reverse=True)
-    found = []
+    belonging = []
     for field in config.TransformerConfig.FIELDS:
         if field.group != "norm and residual" or field.name in _CHOOSERS:
             continue
@@ -150,8 +150,8 @@ def options(name: str, kind: str) -> list[config.Field]:
         is_named = re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", field.help) is not None
         is_for_norms = field.name == "groupscaling" or (owner is not None and kind == "norms")
         if owner == name or (kind == "norms" and is_named and is_for_norms):
-            found.append(field)
-    return found
+            belonging.append(field)
+    return belonging
 
 
 def option_table(fields: list[config.Field]) -> str:

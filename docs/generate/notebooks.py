@@ -130,9 +130,9 @@ def _small(picture: str) -> str:
     image = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB").quantize(64)
     if image.width > 1100:
         image = image.convert("RGB").resize((1100, round(image.height * 1100 / image.width))).quantize(64)
-    made = io.BytesIO()
-    image.save(made, "png", optimize=True)
-    return base64.b64encode(made.getvalue()).decode()
+    buffer = io.BytesIO()
+    image.save(buffer, "png", optimize=True)
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def page(path: Path, folder: Path) -> str:
@@ -188,7 +188,7 @@ def alike(cell: Any) -> list[tuple[str, str]]:
     Lines of progress are left out, too, and so are the texts of a cell tagged `nbval-ignore-output`, which prints the
     output of a trained model.
     """
-    found = []
+    stable = []
     for output in cell.get("outputs", []):
         text = output.get("text") or output.get("data", {}).get("text/plain", "")
         kinds = output.output_type if output.output_type == "stream" else " ".join(sorted(output.get("data", {})))
@@ -198,8 +198,8 @@ def alike(cell: Any) -> list[tuple[str, str]]:
             text = ""
         elif not text.strip():
             continue  # the output had only lines of progress
-        found.append((kinds, re.sub(r"(?:-?[\d.,]*\d(?:e[+-]?\d+)?\.?\s*)+|\s+", _number_or_space, text).strip()))
-    return found
+        stable.append((kinds, re.sub(r"(?:-?[\d.,]*\d(?:e[+-]?\d+)?\.?\s*)+|\s+", _number_or_space, text).strip()))
+    return stable
 
 
 def _number_or_space(match: re.Match[str]) -> str:

@@ -95,7 +95,7 @@ def _sources() -> list[str]:
 
 def menu(pages: dict[str, str]) -> list[Any]:
     """Returns the `nav` of mkdocs.yml. Errors: ValueError if CONTENTS does not list a page."""
-    found: list[Any] = []
+    sections: list[Any] = []
     listed = set()
     for title, entries in CONTENTS:
         inside: list[Any] = []
@@ -110,10 +110,10 @@ def menu(pages: dict[str, str]) -> list[Any]:
                 inside.append({"Start": entry} if entry == "index.md" else {_title(entry, pages[entry]): entry})
                 listed.add(entry)
         if inside:
-            found.append({title: inside})
+            sections.append({title: inside})
     if missing := set(pages) - listed:
         raise ValueError(f"pages that pages.CONTENTS does not list: {', '.join(sorted(missing))}")
-    return found
+    return sections
 
 
 def _order(name: str) -> tuple[int, Any]:

@@ -32,7 +32,7 @@ def papers(source: str, name: str) -> list[str]:
     """Returns the full references, from docs/spec.md §7.1, of the papers that `source` cites for `name`."""
     begin = text().index('<a id="papers"></a>')
     table = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text()[begin : text().index("<a id=", begin + 1)], re.M)
-    found = []
+    references = []
     for keys, paper in table:
         # A row may name one norm or scheme for which a source means this paper.
         citations = [key.strip(" *") for key in re.split("[;,]", keys)]
@@ -40,5 +40,5 @@ def papers(source: str, name: str) -> list[str]:
             any(re.search(re.escape(key) + r"(?!\w| \()", source) for key in citations)
             or f"where {name} is meant" in keys
         ):
-            found.append(paper.strip())
-    return found
+            references.append(paper.strip())
+    return references

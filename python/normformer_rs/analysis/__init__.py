@@ -76,7 +76,7 @@ def gains(model: nn.Module) -> list[Gain]:
     modules = dict(model.named_modules())
     # A Transformer's modules are plain containers without a class of norm. Its weights of one number are all of norms.
     ours = {inner for module in modules.values() if isinstance(module, Transformer) for inner in module.modules()}
-    found = []
+    result = []
     for name, parameter in model.named_parameters():
         path, _, leaf = name.rpartition(".")
         module = modules[path]
@@ -84,8 +84,8 @@ def gains(model: nn.Module) -> list[Gain]:
         if is_norm and leaf == "weight" and parameter.numel() == 1:
             number = _layer(path)
             kind = path if number is None else f"{path[: number.start()]}*{path[number.end() :]}"
-            found.append(Gain(path, None if number is None else int(number[0]), kind, parameter.item()))
-    return found
+            result.append(Gain(path, None if number is None else int(number[0]), kind, parameter.item()))
+    return result
 
 
 def gradient_norms(model: nn.Module) -> dict[str, float]:
@@ -107,7 +107,7 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
             norms.setdefault(group, []).append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64))
     if not norms:
         raise InputError("no parameter has a gradient: call backward() first, and gradient_norms before zero_grad()")
-    return {group: torch.stack(found).norm().item() for group, found in norms.items()}
+    return {group: torch.stack(part_norms).norm().item() for group, part_norms in norms.items()}
 
 
 def spectrum(weight: Tensor | ArrayLike) -> NDArray[np.float64]:
@@ -159,14 +159,14 @@ def statistics(model: nn.Module) -> Iterator[dict[str, Statistics]]:
     """
     norms = {name: module for name, module in model.named_modules() if isinstance(module, RunningNorm)}
     seen: dict[str, _Forward] = {}
-    found: dict[str, Statistics] = {}
+    results: dict[str, Statistics] = {}
     with ExitStack() as hooks:
         for name, norm in norms.items():
             before, after = _hooks(name, seen)
             hooks.callback(norm.register_forward_pre_hook(before, with_kwargs=True).remove)
             hooks.callback(norm.register_forward_hook(after).remove)
-        yield found
-    found.update((name, seen[name].statistics()) for name in norms if name in seen)
+        yield results
+    results.update((name, seen[name].statistics()) for name in norms if name in seen)
 
 
 @dataclass
@@ -198,12 +198,12 @@ def _hooks(name: str, seen: dict[str, _Forward]) -> tuple[Callable[..., None], C
     output's gradient, in `seen`."""
 
     @torch.no_grad()
-    def before(norm: RunningNorm, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    def before(norm: RunningNorm, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
         """Stores copies of the norm's inputs and of its running statistics."""
         if is_second_run():  # activation checkpointing runs the forward again in backward
             return
-        given = given | dict(zip(("x", "padding_mask"), args))  # arguments by position get their names
-        x, mask = given["x"].detach(), given.get("padding_mask")
+        arguments = arguments | dict(zip(("x", "padding_mask"), args))  # arguments by position get their names
+        x, mask = arguments["x"].detach(), arguments.get("padding_mask")
         # Clones are kept, because the forward updates the running statistics, and the caller may change x, in place.
         x = OPS.group_scaling(x, norm.groups) if norm.groups else x.clone()
         mask = mask_for(x) if mask is None else mask

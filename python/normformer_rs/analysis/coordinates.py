@@ -214,18 +214,19 @@ def _of_blocks(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], NDA
     blocks = last_stack(model)
 
     def sizes() -> NDArray[np.float64]:
-        found: list[float] = []  # the sizes of the first block's input and of each block's output, in the last pass
+        # In the order of the last pass: the size of the first block's input, and that of each block's output.
+        block_sizes: list[float] = []
         logits = [0.0]  # one number, in a list that the hook `ended` can write to
 
         def entered(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             """Stores the size of the first block's input."""
             # A pass begins: nothing was found yet, or a whole pass was. A shared first block also runs later in a pass.
-            if len(found) in (0, len(blocks) + 1):
-                found[:] = [_size(args or tuple(kwargs.values()))]
+            if len(block_sizes) in (0, len(blocks) + 1):
+                block_sizes[:] = [_size(args or tuple(kwargs.values()))]
 
         def left(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             """Stores the size of a block's output."""
-            found.append(_size(output))
+            block_sizes.append(_size(output))
 
         def ended(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             """Stores the size of the model's output."""
@@ -239,11 +240,13 @@ def _of_blocks(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], NDA
         finally:
             for handle in handles:
                 handle.remove()
-        if len(found) < 2:
+        if len(block_sizes) < 2:
             raise InputError(f"the loss did not run the blocks of {type(model).__name__}: expected it to run the model")
-        last = len(found) - 1
+        last = len(block_sizes) - 1
         # The order is that of `PLACES`: the input, the first, middle and last block, the output. There are no scores.
-        return np.array([found[0], found[1], found[(last + 1) // 2], found[last], logits[0], 0.0, 0.0])
+        return np.array(
+            [block_sizes[0], block_sizes[1], block_sizes[(last + 1) // 2], block_sizes[last], logits[0], 0.0, 0.0]
+        )
 
     return sizes
 

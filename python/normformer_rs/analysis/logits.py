@@ -83,25 +83,25 @@ def _of_operator(
         yield logits
 
 
-def _of_module(given: Mapping[str, Any]) -> Iterator[Tensor]:
+def _of_module(arguments: Mapping[str, Any]) -> Iterator[Tensor]:
     """Yields the logits of torch.nn's attention, (B, heads, queries, keys), from the arguments of its function."""
-    query, key, heads = given["query"], given["key"], given["num_heads"]
-    if given["use_separate_proj_weight"]:
-        weights = [given["q_proj_weight"], given["k_proj_weight"]]
+    query, key, heads = arguments["query"], arguments["key"], arguments["num_heads"]
+    if arguments["use_separate_proj_weight"]:
+        weights = [arguments["q_proj_weight"], arguments["k_proj_weight"]]
     else:
-        weights = list(given["in_proj_weight"].chunk(3)[:2])
-    bias = given["in_proj_bias"]
+        weights = list(arguments["in_proj_weight"].chunk(3)[:2])
+    bias = arguments["in_proj_bias"]
     biases = bias.chunk(3)[:2] if bias is not None else (None, None)
     q, k = (F.linear(x, w, b) for x, w, b in zip((query, key), weights, biases))
     if q.dim() == 2:  # the input has no dimension for the batch
         q, k = q[:, None], k[:, None]
     # This gives the heads a dimension of their own: (T, B, d) → (B, heads, T, d_head).
     q, k = (t.reshape(len(t), t.shape[1], heads, -1).permute(1, 2, 0, 3) for t in (q, k))
-    mask = _added(given["attn_mask"], q.dtype)
+    mask = _added(arguments["attn_mask"], q.dtype)
     if mask is not None and mask.dim() == 3:
         mask = mask.view(-1, heads, *mask.shape[-2:])
-    padding = _added(given["key_padding_mask"], q.dtype)
-    is_causal = given["is_causal"] and mask is None  # is_causal only says that a given mask is causal
+    padding = _added(arguments["key_padding_mask"], q.dtype)
+    is_causal = arguments["is_causal"] and mask is None  # is_causal only says that a given mask is causal
     if padding is not None:
         padding = padding.view(-1, 1, 1, padding.shape[-1])
         mask = padding if mask is None else mask + padding

@@ -61,17 +61,17 @@ def gains_by_place(state: Mapping[str, torch.Tensor]) -> Found:
     decoder-attention, decoder-encoder and decoder-feed-forward, each from the first layer to the last, and final.
     Places that the model lacks are left out."""
     has_encoder = any(name.startswith("encoder.layers.") for name in state)
-    found: Found = {}
+    gains: Found = {}
     for stack, all_places in _PLACES.items():
         places = [place for place in all_places if has_encoder or place != "decoder-encoder"]
         for number, place in enumerate(places, 1):
-            named = re.compile(rf"{stack}\.layers\.(\d+)\.norm{number}\.weight")
-            by_layer = {int(m[1]): value.item() for name, value in state.items() if (m := named.fullmatch(name))}
+            pattern = re.compile(rf"{stack}\.layers\.(\d+)\.norm{number}\.weight")
+            by_layer = {int(m[1]): value.item() for name, value in state.items() if (m := pattern.fullmatch(name))}
             if by_layer:
-                found[place] = [by_layer[layer] for layer in sorted(by_layer)]
+                gains[place] = [by_layer[layer] for layer in sorted(by_layer)]
     if "decoder.norm.weight" in state:
-        found["final"] = [state["decoder.norm.weight"].item()]
-    return found
+        gains["final"] = [state["decoder.norm.weight"].item()]
+    return gains
 
 
 def singular_values(output: str | PathLike[str], checkpoint: str) -> Found:
@@ -88,17 +88,17 @@ def statistics(history: History) -> Found:
     The series `distance-STATISTIC` has the distances of the batches' statistics from the running ones,
     `gradient-STATISTIC` the statistics' part in the gradient of the norm's input, and `logged` the updates' numbers.
     """
-    first = re.compile(r"batch_(distance|gradient)/(encoder|decoder)\.0\.\w+")
-    logged = {name: values for name, values in history.layers.items() if first.fullmatch(name)}
+    of_first_norm = re.compile(r"batch_(distance|gradient)/(encoder|decoder)\.0\.\w+")
+    logged = {name: values for name, values in history.layers.items() if of_first_norm.fullmatch(name)}
     stack = "encoder" if any("/encoder." in name for name in logged) else "decoder"
     logged = {name: values for name, values in logged.items() if f"/{stack}." in name}
     if not logged:
         return {}
     was_logged = ~np.isnan(next(iter(logged.values())))  # statistics are logged only at some updates
-    found = {name.replace("batch_", "").replace(f"/{stack}.0.", "-"): brief(values[was_logged])
+    series = {name.replace("batch_", "").replace(f"/{stack}.0.", "-"): brief(values[was_logged])
              for name, values in logged.items()}  # fmt: skip
-    found["logged"] = brief(history.update[was_logged])
-    return found
+    series["logged"] = brief(history.update[was_logged])
+    return series
 
 
 def changes(history: History) -> Found:
@@ -121,11 +121,11 @@ def layers(output: str | PathLike[str], checkpoint: str, source: str | None, tar
     """
     model = Transformer.from_checkpoint(output, checkpoint)
     observed = analysis.observe(model, *_read(model, Path(output), source, target))
-    found: Found = {}
+    series: Found = {}
     for stack, of_stack in observed.items():
         parts = (("cosine", of_stack.cosines), ("active", of_stack.active), ("size", of_stack.sizes))
-        found |= {f"{what}-{stack}": brief(values) for what, values in parts}
-    return found
+        series |= {f"{what}-{stack}": brief(values) for what, values in parts}
+    return series
 
 
 def _read(model: Transformer, output: Path, source: str | None, target: str) -> tuple[Any, torch.Tensor]:

@@ -78,11 +78,11 @@ class Readings(list[Reading]):
 
     def layers(self, measure: str, role: str) -> dict[int, float]:
         """Returns the largest value of a measure and role in each layer."""
-        found: dict[int, float] = {}
+        largest: dict[int, float] = {}
         for reading in self:
             if reading.layer is not None and (reading.measure, reading.role) == (measure, role):
-                found[reading.layer] = max(reading.value, found.get(reading.layer, -math.inf))
-        return found
+                largest[reading.layer] = max(reading.value, largest.get(reading.layer, -math.inf))
+        return largest
 
     def _repr_html_(self) -> str:
         rows = sorted({(reading.role, reading.measure) for reading in self if reading.layer is not None})
@@ -147,7 +147,7 @@ class Probe:
 
     def _find_shares(self) -> dict[str, list[_Share]]:
         """Returns the roles of the matrices in all blocks, by the names of their parameters."""
-        found: dict[str, list[_Share]] = {}
+        shares: dict[str, list[_Share]] = {}
         parameters = dict(self.model.named_parameters())
         for block, (name, _) in self._layers.items():
             for part in parts_of(block):
@@ -155,15 +155,15 @@ class Probe:
                     path = f"{name}.{linear.path}".lstrip(".")
                     # The path names a parameter, such as the matrices of a stack of experts, or a linear layer.
                     matrix = path if path in parameters else f"{path}.weight"
-                    if matrix not in parameters or matrix in found:
+                    if matrix not in parameters or matrix in shares:
                         continue
                     is_module = matrix != path
                     is_fan_in_first = linear.is_transposed or (is_module and is_transposed(block, linear.path))
                     axis = -1 if is_fan_in_first else -2
                     size = parameters[matrix].shape[axis]
-                    found[matrix] = [_Share(_ROLES.get(role, role), axis, torch.tensor(linear.rows_of(role, size)))
+                    shares[matrix] = [_Share(_ROLES.get(role, role), axis, torch.tensor(linear.rows_of(role, size)))
                                      for role in linear.roles]  # fmt: skip
-        return found
+        return shares
 
     def __enter__(self) -> "Probe":
         self._passes = {}
@@ -257,7 +257,7 @@ class Probe:
 
     # ---- passes ----
 
-    def _leave(self, module: nn.Module, given: Any, out: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
         """A hook on norms and linear layers: measures the output, by role."""
         name = self._names[module]
         if not isinstance(out, Tensor) or not out.is_floating_point():
@@ -267,8 +267,8 @@ class Probe:
             self._activations(name, "norm", x)
         for share in shares or ():
             self._activations(name, share.role, share.of(x, -1))
-            if share.role == "fc2" and given:
-                self._put(name, "fc2", "active", float((given[0].detach() > 0).double().mean()))
+            if share.role == "fc2" and args:
+                self._put(name, "fc2", "active", float((args[0].detach() > 0).double().mean()))
 
     def _activations(self, name: str, role: str, x: Tensor) -> None:
         """Measures rms, largest and kurtosis of x."""
@@ -318,7 +318,7 @@ class Probe:
                 self._layer(self._layers[self._within.pop()][0], self._input, *tensors)
             elif event == "norm":
                 # The Transformer has no module for a norm without parameters; then this adds nothing.
-                self._norms.update(module for module, own in self._names.items() if own == name)
+                self._norms.update(module for module, module_name in self._names.items() if module_name == name)
                 self._activations(name, "norm", tensors[0].detach())
             elif event == "product":
                 self._product(name, first_row, *tensors)
@@ -409,17 +409,17 @@ def _stacks_of_loop(model: Transformer) -> Iterator[tuple[Sequence[str], Sequenc
 
 def _shares_of_loop(model: Transformer) -> dict[str, list[_Share]]:
     """Returns the roles of the matrices in all layers, by the names of their parameters."""
-    found: dict[str, list[_Share]] = {}
+    shares: dict[str, list[_Share]] = {}
     for name, parameter in model.named_parameters():
         module, _, leaf = name.rpartition(".")
         if leaf == "in_proj_weight":  # its rows are those of queries, keys and values, in this order
             rows = len(parameter)
             queries = rows // 3 if model.config.attention == "tensorized" else model.config.d_model
             sizes = [queries, (rows - queries) // 2, (rows - queries) // 2]
-            found[name] = [_Share(role, -2, part) for role, part in zip("qkv", torch.arange(rows).split(sizes))]
+            shares[name] = [_Share(role, -2, part) for role, part in zip("qkv", torch.arange(rows).split(sizes))]
         elif leaf == "weight" and (role := _ROLES_OF_LOOP.get(module.rpartition(".")[2])):
-            found[name] = [_Share(role, -2, torch.arange(len(parameter)))]
-    return found
+            shares[name] = [_Share(role, -2, torch.arange(len(parameter)))]
+    return shares
 
 
 def _effective_rank(y: Tensor) -> float:

@@ -104,12 +104,12 @@ def _model_width(cfg: Any) -> int:
     """Returns the width of the embeddings of the model that is trained with this schedule."""
     root: Any = cfg._get_root() if isinstance(cfg, DictConfig) else {}
     widths = [getattr(root.get("model"), f"{side}_embed_dim", None) for side in ("encoder", "decoder")]
-    found = next(filter(None, widths), None)
-    if found is None:
+    width = next(filter(None, widths), None)
+    if width is None:
         raise InputError(
             "--lr-scale needs --lr-width here: the model has neither encoder_embed_dim nor decoder_embed_dim"
         )
-    return int(found)
+    return int(width)
 
 
 @register_lr_scheduler("nfrs_val_decay", dataclass=ValDecayConfig)

@@ -98,7 +98,7 @@ def own_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
 def configure(flags: argparse.Namespace, stack: str, vocab_size: int) -> TransformerConfig:
     """Returns this package's options for one stack ("encoder" or "decoder") of the model that the flags describe.
     Errors: InputError for options that do not fit."""
-    named = vars(flags)
+    named = vars(flags)  # the flags' values by name
     is_alone = "encoder_layers" not in named  # a language model has no flags of an encoder
     widths = {named[name] for name in named if name in ("encoder_embed_dim", "decoder_input_dim", "decoder_output_dim")}
     if widths - {flags.decoder_embed_dim}:

@@ -101,16 +101,16 @@ def _gradients(results: Results, title: str, value: str) -> Any:
     return gradients(results.series.get("gradients", {}), f"{title}: gradient norms of the first updates")
 
 
-def gradients(found: Series, title: str) -> Any:
+def gradients(series: Series, title: str) -> Any:
     """Returns a figure with a panel for each scheme and in it a line for each learning rate. The lines of all other
-    schemes are in the background, in grey. `found` maps (scheme, rate) to the gradient norms."""
-    schemes, rates = list(dict.fromkeys(scheme for scheme, _ in found)), rates_of(found)
+    schemes are in the background, in grey. `series` maps (scheme, rate) to the gradient norms."""
+    schemes, rates = list(dict.fromkeys(scheme for scheme, _ in series)), rates_of(series)
     columns = min(5, len(schemes)) if len(schemes) > 6 else 3  # rows of 3 panels, or of 5 if there are many
     rows = math.ceil(len(schemes) / columns)
     figure = new_figure(2.35 * columns, 1.75 * rows + 0.9)
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for axis, scheme in zip(axes.flat, schemes):
-        highlight(axis, found, [(scheme, rate, colour(rate, rates)) for rate in rates])
+        highlight(axis, series, [(scheme, rate, colour(rate, rates)) for rate in rates])
         axis.set_title(scheme, loc="left", fontsize=9.5, color=INK, pad=3)
     for axis in axes.flat[len(schemes) :]:
         axis.set_visible(False)
@@ -155,20 +155,20 @@ def _comparison(results: Results, title: str, value: str) -> Any:
     rates = list(dict.fromkeys(row.key["lr"] for row, _ in results.measured))
     common = results.scale.rows[0].key["init"]
     best: dict[str, float] = {}
-    for row, found in results.measured:
-        reached = number(found.get(value, ""))
+    for row, columns in results.measured:
+        reached = number(columns.get(value, ""))
         if row.key["init"] == common and reached is not None and math.isfinite(reached):
             best[row.key["name"]] = min(best.get(row.key["name"], math.inf), reached)
     names = sorted(dict.fromkeys(row.key["name"] for row, _ in results.measured), key=lambda n: best.get(n, math.inf))
     heights = {name: len(names) - 1 - i for i, name in enumerate(names)}
     figure = new_figure(9.6, 0.21 * len(names) + 1.3)
     panels = figure.subplots(1, 3, sharey=True)
-    edge = _edge([number(found.get(value, "")) for _, found in results.measured])
+    edge = _edge([number(columns.get(value, "")) for _, columns in results.measured])
     for axis, column in zip(panels, (value, "largest_grad_norm", "growth")):
         for height in heights.values():
             axis.axhline(height, color=PALE, linewidth=0.8, zorder=0)
-        for row, found in results.measured:
-            measured = number(found.get(column, ""))
+        for row, columns in results.measured:
+            measured = number(columns.get(column, ""))
             if measured is not None and math.isfinite(measured):
                 shade, is_common = colour(row.key["lr"], rates), row.key["init"] == common
                 # The filled dot lies a little above the name's line, the hollow one below.
@@ -178,7 +178,7 @@ def _comparison(results: Results, title: str, value: str) -> Any:
                     where = {"xytext": (-5, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
                     axis.annotate(f"{measured:.0f}", (edge, place), **where, fontsize=7, color=shade)
                     continue
-                axis.errorbar(measured, place, xerr=_sd(found.get(column, "")), fmt="o", color=shade, markersize=4,
+                axis.errorbar(measured, place, xerr=_sd(columns.get(column, "")), fmt="o", color=shade, markersize=4,
                               markerfacecolor=shade if is_common else "white", linewidth=1)  # fmt: skip
         axis.set_xlabel(COLUMNS[column].heading, fontsize=8.5)
         axis.spines[["top", "right", "left"]].set_visible(False)
@@ -209,8 +209,8 @@ def _by_key(results: Results, title: str, value: str) -> Any:
     combination of the other keys."""
     shown = results.scale.shown
     curves: dict[tuple[str, ...], tuple[list[float], list[float]]] = {}
-    for row, found in results.measured:
-        measured, place = number(found.get(value, "")), number(row.key[shown.across])
+    for row, columns in results.measured:
+        measured, place = number(columns.get(value, "")), number(row.key[shown.across])
         if measured is not None and place is not None and math.isfinite(measured):
             rest = tuple(v for k, v in row.key.items() if k != shown.across)
             x, y = curves.setdefault(rest, ([], []))
@@ -253,9 +253,9 @@ _SERIES = {"validation": ["evaluated", "validation"], "gradients": ["gradients"]
 """The series that a picture needs. A picture that is not listed here draws whatever series there are."""
 
 
-def rates_of(found: Series) -> list[str]:
+def rates_of(series: Series) -> list[str]:
     """Returns the learning rates in the keys (scheme, rate), in ascending order."""
-    return sorted({rate for _, rate in found}, key=float)
+    return sorted({rate for _, rate in series}, key=float)
 
 
 def colour(rate: str, rates: Sequence[str]) -> str:

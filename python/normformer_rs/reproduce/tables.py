@@ -83,7 +83,7 @@ def number(value: str | Spread) -> float | None:
     if isinstance(value, Spread):
         return value.mean
     try:
-        return found if math.isfinite(found := float(value)) else None
+        return parsed if math.isfinite(parsed := float(value)) else None
     except ValueError:
         return None
 
@@ -147,17 +147,17 @@ def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
         keys = list(measured[0][0].key) if measured else []
         headings = [_heading(results, shown, name) for name in shown.columns]
         lines = [
-            [*row.key.values(), *(_words_of(compared, row) if name == "p" else _measured(found, name)
+            [*row.key.values(), *(_words_of(compared, row) if name == "p" else _measured(columns, name)
                                   for name in shown.columns),
              *(row.paper.get(name, "") for name in papers)]
-            for row, found in measured
+            for row, columns in measured
         ]  # fmt: skip
         return [*map(_words, keys), *headings, *papers], lines
     values = list(dict.fromkeys(row.key[shown.across] for row, _ in measured))
     grouped: dict[tuple[str, ...], dict[str, tuple[Row, Found]]] = {}
-    for row, found in measured:
+    for row, columns in measured:
         rest = tuple(value for key, value in row.key.items() if key != shown.across)  # these values name the line
-        grouped.setdefault(rest, {})[row.key[shown.across]] = row, found
+        grouped.setdefault(rest, {})[row.key[shown.across]] = row, columns
     keys = [key for key in measured[0][0].key if key != shown.across] if measured else []
     lines, first_mean = [], None
     for rest, cells_by_value in grouped.items():
@@ -170,7 +170,7 @@ def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
         for row, _ in cells_by_value.values():
             paper |= row.paper
         if shown.mean:
-            numbers = [number(found.get(shown.value, "")) for _, found in cells_by_value.values()]
+            numbers = [number(columns.get(shown.value, "")) for _, columns in cells_by_value.values()]
             known = [value for value in numbers if value is not None]
             mean = sum(known) / len(known) if len(known) == len(values) else None  # a line with gaps has no mean
             first_mean = mean if first_mean is None else first_mean
@@ -193,8 +193,8 @@ def _words_of(compared: dict[tuple[str, ...], Compared], row: Row) -> str:
 
 def _best(cells_by_rate: dict[str, tuple[Row, Found]], shown: Shown) -> str | None:
     """Returns the learning rate with the best value; None if no value was measured."""
-    values = {rate: value for rate, (_, found) in cells_by_rate.items()
-              if (value := number(found.get(shown.value, ""))) is not None}  # fmt: skip
+    values = {rate: value for rate, (_, columns) in cells_by_rate.items()
+              if (value := number(columns.get(shown.value, ""))) is not None}  # fmt: skip
     if not values:
         return None
     return (min if COLUMNS[shown.value].falls else max)(values, key=values.__getitem__)
@@ -237,32 +237,32 @@ def _words(key: str) -> str:
     return key.replace("_", " ")
 
 
-def _measured(found: Found, name: str) -> str:
+def _measured(columns: Found, name: str) -> str:
     """Returns the text of a measured cell. It is "diverged" if BLEU is missing because the run diverged."""
-    value = found.get(name, "")
+    value = columns.get(name, "")
     if name == "bleu" and not value:
-        return "diverged" if found.get("verdict") == "diverged" else ""
+        return "diverged" if columns.get("verdict") == "diverged" else ""
     if isinstance(value, Spread):
         return f"{value:{COLUMNS[name].form}}"
     # A number gets the column's format. NaN and infinities give an empty cell; any other text is shown as it is.
-    read = number(value)
-    return f"{read:{COLUMNS[name].form}}" if read is not None else "" if value in ("nan", "inf", "-inf") else value
+    figure = number(value)
+    return f"{figure:{COLUMNS[name].form}}" if figure is not None else "" if value in ("nan", "inf", "-inf") else value
 
 
-def _cell(row: Row, found: Found, shown: Shown, compared: dict[tuple[str, ...], Compared]) -> str:
+def _cell(row: Row, columns: Found, shown: Shown, compared: dict[tuple[str, ...], Compared]) -> str:
     """Returns the text of a cell, `Shown.cell` filled with the measurements. It has a star if the row is better than
     its baseline with p below `Shown.significance`. If a number was not measured, the cell is the run's verdict."""
-    values: dict[str, str | float | Spread] = dict(found)
-    for name, value in found.items():
-        if not isinstance(value, Spread) and (read := number(value)) is not None:
-            values[name] = read
+    values: dict[str, str | float | Spread] = dict(columns)
+    for name, value in columns.items():
+        if not isinstance(value, Spread) and (measured := number(value)) is not None:
+            values[name] = measured
     comparison = compared.get((*row.key.values(),))
     is_significant = comparison is not None and comparison.is_better and comparison.p < shown.significance
     star = "*" if is_significant else ""
     try:
         return shown.cell.format_map(values) + star
     except (KeyError, ValueError):
-        return str(found.get("verdict", ""))
+        return str(columns.get("verdict", ""))
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[object]], *, aligned: bool = False) -> str:
@@ -291,7 +291,7 @@ def section(entry: Reproduction, scale: str, results: Results, file: Path) -> st
     """Returns the part of a Markdown file, including its marks: the recipe, the table, the picture."""
     begin, end = marks(entry, scale)
     chosen = entry.scales[scale]
-    dates = sorted({found["date"] for found in results.rows if found.get("date")})
+    dates = sorted({line["date"] for line in results.rows if line.get("date")})
     lacking = sum(results.find(row) is None for row in results.wanted)
     left = f"; {lacking} of {len(results.wanted)} runs have not been made" if lacking else ""
     left += f", {results.stale} of them only with other options" if results.stale else ""
