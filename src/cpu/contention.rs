@@ -179,7 +179,7 @@ mod tests {
     #[test]
     fn an_idle_team_shortens_waits_and_its_end_lengthens_them() {
         if parallel::threads() < 2 || std::env::var_os("OMP_WAIT_POLICY").is_some() {
-            return; // no thread waits, or the user turned the watch off
+            return; // no thread waits for others, or the user chose how they wait
         }
         let long = time_spent();
         let team = idle_team(parallel::threads());

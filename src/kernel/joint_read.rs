@@ -177,6 +177,7 @@ multiversion! {
                 step.iter_mut().for_each(|step| *step = *step * scales[position]);
                 for (i, dh) in dh[position * width..][..width].chunks_exact_mut(d).enumerate() {
                     let columns = i * d..(i + 1) * d;
+                    // dh_i = p_i dx + c h_i + dh′_i + (r·Wᵀdm)_i
                     let pairs = [(dx, sigmoids[i] + eps), (&h[columns.clone()], c)];
                     let written = written.map(|all| (&all[position * width + i * d..][..d], E::Acc::ONE));
                     // Only these columns of W belong to this stream.

@@ -174,23 +174,24 @@ pub fn attention([q, k, v]: [&Tensor; 3], reads: ReadRows, heads: i64, scale: f6
     let [Some(q), Some(k), Some(v), Some(o)] = views else {
         return Err(Error::Torch("attention of single queries takes matrices on the CPU, by rows".to_string()));
     };
-    let (count, kv) = (heads as usize, k.cols());
+    let (count, kv_columns) = (heads as usize, k.cols());
     let d = q.cols() / count.max(1);
     // q has `count` heads of d columns. k and v have whole heads too, and each of them serves the same number of q's.
-    let fits = d > 0 && d * count == q.cols() && kv == v.cols() && kv % d == 0 && kv > 0 && count % (kv / d) == 0;
-    let fits = fits && sinks.is_none_or(|sinks| sinks.len() == count);
+    let q_fits = d > 0 && d * count == q.cols();
+    let kv_fits = q_fits && kv_columns == v.cols() && kv_columns % d == 0 && kv_columns > 0;
+    let fits = kv_fits && count % (kv_columns / d) == 0 && sinks.is_none_or(|sinks| sinks.len() == count);
     let is_one_type = [&k, &v, &o].iter().all(|view| view.dtype == q.dtype);
     let rows = k.rows().min(v.rows());
     let offsets_fit = reads.offsets.is_sorted() && reads.offsets.len() == q.rows() + 1;
     let rows_exist = reads.offsets.last().is_some_and(|end| *end <= reads.rows.len());
     if !fits || !is_one_type || !offsets_fit || !rows_exist || reads.rows.iter().any(|row| *row as usize >= rows) {
         return Err(Error::Torch(format!(
-            "attention of single queries: {count} heads of ({}, {}) queries do not fit ({rows}, {kv}) keys, or read others",
+            "attention of single queries: {count} heads of ({}, {}) queries do not fit ({rows}, {kv_columns}) keys, or read others",
             q.rows(),
             q.cols()
         )));
     }
-    let heads = Heads { count, shared: count / (kv / d), d, scale, softcap: extras.softcap };
+    let heads = Heads { count, shared: count / (kv_columns / d), d, scale, softcap: extras.softcap };
     by_dtype!(q, E => {
         // SAFETY: the tensors outlive this call and are of type E. `out` is fresh, and each range of queries writes
         // only its own rows of it.

@@ -160,6 +160,7 @@ pub fn forward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews) -> Result<(
         };
         (norm.settle)(&batch, &mut state, o).write(out);
     }
+    // These are the first two rows of the statistics.
     let (shift, scale) = (&out[..cols], &out[cols..2 * cols]);
     let (weight, zero) = (or_ones(weight, cols), memory::filled(E::Acc::ZERO, cols));
     let bias: &[E::Acc] = if bias.is_empty() { &zero } else { bias };

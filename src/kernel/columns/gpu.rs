@@ -357,6 +357,7 @@ fn settle(kernels: &Launcher, v: &ColumnViews) -> Result<bool> {
     // In training with running statistics y may not depend on the batch; the device decides whether it does.
     let writes = options.train && !v.first.is_absent();
     let [mut mean, mut square, mut square_of_all, mut count] = [null_mut::<f64>(); 4];
+    // The rows are the mean, the mean square, the mean square of all rows, and the count in the first column.
     let batch = room(kernels.device, &[4, v.stats.cols], Kind::Double)?;
     if !options.running {
         // SAFETY: there are four rows, and only the first number of the last one is used.
