@@ -61,7 +61,7 @@ impl Store {
     /// Returns the best way to store `result`, which is one thread's rows of `cols` numbers.
     #[inline(always)]
     pub fn of<E>(result: &[E], cols: usize) -> Self {
-        // True if every row starts on a cache line.
+        // `aligned` is true if every row starts on a cache line.
         let aligned = result.as_ptr().addr().is_multiple_of(LINE) && (cols * size_of::<E>()).is_multiple_of(LINE);
         let streamed = aligned && size_of_val(result) >= LARGE && !pages::are_fresh(result);
         Store { streamed, ..Store::cached() }

@@ -166,9 +166,9 @@ mod tests {
             let mut all = scratch(9, cols);
             fill(&stream, 40, 9, cols, &mut all);
             for r in 0..9 {
-                let mut one = scratch(1, cols);
-                fill(&stream, 40 + r, 1, cols, &mut one);
-                assert_eq!(all[r * padded(cols)..][..cols], one[..cols], "row {r} of {cols}");
+                let mut alone = scratch(1, cols);
+                fill(&stream, 40 + r, 1, cols, &mut alone);
+                assert_eq!(all[r * padded(cols)..][..cols], alone[..cols], "row {r} of {cols}");
             }
         }
     }

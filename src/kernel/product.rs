@@ -61,7 +61,7 @@ const STEP: i64 = 64;
 pub fn product(out: &Tensor, x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<()> {
     let rows = x.size()[0];
     let whole = rows / STEP * STEP;
-    // True if oneDNN compiles the product.
+    // `is_compiled` is true if oneDNN compiles the product.
     let is_compiled = x.device() == Device::Cpu && matches!(x.kind(), Kind::BFloat16 | Kind::Half);
     // Each part is the first row and the number of rows of one call.
     let parts = match is_compiled && 0 < whole && whole < rows {

@@ -360,6 +360,7 @@ fn upper_halves(low: __m256i, high: __m256i) -> __m256i {
 #[inline]
 #[target_feature(enable = "avx2")]
 fn round8_bf16(v: __m256) -> __m256i {
+    // Adding 0x7fff, and 1 more if the upper half is odd, rounds that half to nearest even.
     let bits = _mm256_castps_si256(v);
     let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
     _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)))
