@@ -216,7 +216,8 @@ def _replace(text: str, line: str, by: str) -> str:
 
 
 def use(bin: Path, wheel: Path, torch: str, folder: Path) -> None:
-    """Runs use_wheel.py away from the checkout, so that the installed package is the one that is imported."""
+    """Runs use_wheel.py and the demo in `folder`, away from the checkout, so that the installed package is the one that
+    is imported."""
     _, version, *_ = wheel.stem.split("-")
     run(bin / "python", "-I", Path(__file__).with_name("use_wheel.py"), version, torch, cwd=folder)
     run(bin / "normformer-rs", "--version", cwd=folder)

@@ -16,6 +16,7 @@ class _Page(HTMLParser):
     """The anchors and links of a page, and the addresses that it loads."""
 
     def __init__(self, text: str) -> None:
+        """Reads the page's HTML."""
         super().__init__()
         self.anchors: set[str] = set()
         self.links: list[str] = []

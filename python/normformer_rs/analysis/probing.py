@@ -166,6 +166,7 @@ class Probe:
         return shares
 
     def __enter__(self) -> "Probe":
+        """Adds the hooks that measure each pass. A `normformer_rs.Transformer` reports its passes itself."""
         self._passes = {}
         if isinstance(self.model, Transformer):
             before = self.model._heard  # the listener of a probe around this one, or None
@@ -188,6 +189,7 @@ class Probe:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Removes the hooks, measures gradients and weights, and stores all numbers in `readings`."""
         self._stack.close()
         for hook in self._hooks:
             hook.remove()

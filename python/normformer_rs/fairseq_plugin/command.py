@@ -22,6 +22,7 @@ class _PrintLater:
     is_complete = False
 
     def __call__(self, parser: argparse.ArgumentParser) -> None:
+        """Prints the parser's help and exits at the second call; at the first call it does nothing."""
         if self.is_complete:
             parser.print_help()
             raise SystemExit(0)

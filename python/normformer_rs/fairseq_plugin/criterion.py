@@ -46,6 +46,7 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
         ignore_prefix_size: int = 0,
         report_accuracy: bool = False,
     ) -> None:
+        """Reads the rule of smoothing and the id of UNK; the other arguments are fairseq's."""
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
         self.smoothing, self.unknown = str(smoothing), task.target_dictionary.unk()
         self._known: tuple[Tensor, int, Tensor, int] | None = None

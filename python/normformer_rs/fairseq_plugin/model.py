@@ -40,13 +40,15 @@ from .packed import Packed, RowAttention, Rows, Sight, Step, Watched
 
 
 class SelfLayer(TransformerEncoderLayer):
-    """A layer of an encoder, or of a decoder without encoder. `travelling` holds the tensors that the residual scheme
-    hands from layer to layer."""
+    """A layer of an encoder, or of a decoder without encoder."""
 
     attention_class = RowAttention
     self_attn: Any
 
     def forward(self, x: Tensor, own: Sight, **travelling: Any) -> Any:  # type: ignore[override]
+        """Returns the output (N, d) for the rows x (N, d), which attend to `own`. `travelling` holds what the residual
+        scheme hands from layer to layer: `alpha_t` and `others`. The result is as that of `_run`."""
+
         def attend(q: Tensor, kept: KeptTensors) -> Tensor:
             return self.self_attn(q, own, kept)
 
@@ -54,13 +56,16 @@ class SelfLayer(TransformerEncoderLayer):
 
 
 class CrossLayer(TransformerDecoderLayer):
-    """A layer of a decoder that attends to an encoder's output. `travelling`: as in `SelfLayer`."""
+    """A layer of a decoder that attends to an encoder's output."""
 
     attention_class = RowAttention
     self_attn: Any
     multihead_attn: Any
 
     def forward(self, x: Tensor, own: Sight, memory: Sight, **travelling: Any) -> Any:  # type: ignore[override]
+        """Returns the output (N, d) for the rows x (N, d), which attend to `own` and then, in the encoder's output, to
+        `memory`. `travelling`: as in `SelfLayer.forward`."""
+
         def attend(q: Tensor, kept: KeptTensors) -> Tensor:
             return self.self_attn(q, own, kept)
 
@@ -242,9 +247,11 @@ class Decoder(_Side, TransformerDecoderBase):
         self.register_buffer("vocab_mask", torch.ones(len(dictionary), dtype=torch.uint8) if cfg.vocab_mask else None)
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> Layer:
+        """Returns a layer with attention to an encoder, or without it for a language model."""
         return self.build_layer(SelfLayer if no_encoder_attn else CrossLayer, cfg)
 
     def build_output_projection(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding) -> None:
+        """Makes fairseq's output projection, and gives it a bias if the option `output_bias` asks for one."""
         super().build_output_projection(cfg, dictionary, embed_tokens)
         if cfg.stacks[self.name].output_bias:
             self.output_projection.bias = nn.Parameter(torch.zeros(len(dictionary)))
@@ -363,6 +370,7 @@ class _Model:
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
+        """Adds the architecture's flags to the parser."""
         # Without defaults here, `shape` can see which flags were given, and set the others.
         gen_parser_from_dataclass(parser, cls.options(), delete_default=True)
 
@@ -440,6 +448,7 @@ class TranslationModel(_Model, TransformerModelBase):
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> "TranslationModel":
+        """Returns a new model, initialised, for the flags and the dictionaries of the task."""
         flags = plain(cfg)
         nested = _nested(flags)
         source, target = task.source_dictionary, task.target_dictionary
@@ -458,6 +467,8 @@ class TranslationModel(_Model, TransformerModelBase):
         return Decoder(cfg, tgt_dict, embed_tokens)
 
     def forward(self, src_tokens: Tensor, src_lengths: Any, prev_output_tokens: Tensor, **options: Any) -> Any:
+        """Returns the decoder's output. On the first training batch it also sets gains that are computed from a
+        batch."""
         self.profile_once(src_tokens=src_tokens, src_lengths=src_lengths, prev_output_tokens=prev_output_tokens)
         encoder_out = self.encoder(src_tokens, src_lengths)
         return self.decoder(prev_output_tokens, encoder_out=encoder_out, src_lengths=src_lengths, **options)
@@ -471,6 +482,7 @@ class LanguageModel(_Model, FairseqLanguageModel):
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> "LanguageModel":
+        """Returns a new model, initialised, for the flags and the dictionaries of the task."""
         flags = plain(cfg)
         if flags.max_target_positions is None:
             flags.max_target_positions = flags.tokens_per_sample
@@ -489,6 +501,8 @@ class LanguageModel(_Model, FairseqLanguageModel):
         return model
 
     def forward(self, src_tokens: Tensor, **options: Any) -> Any:
+        """Returns the decoder's output. On the first training batch it also sets gains that are computed from a
+        batch."""
         self.profile_once(src_tokens=src_tokens)
         return self.decoder(src_tokens, **options)
 

@@ -82,7 +82,8 @@ class Sight(Protocol):
     """The keys and values that the queries of one sublayer attend to."""
 
     @property
-    def pad_mask(self) -> Tensor | None: ...
+    def pad_mask(self) -> Tensor | None:
+        """A mask (N,) that is True for rows of padding; None if padding has no rows."""
 
     def attend(self, attention: "RowAttention", query: Tensor, kept: KeptTensors) -> Tensor:
         """Returns the joined outputs of all heads, (N, d), for the queries' input (N, d)."""

@@ -47,6 +47,8 @@ class _Schedule(FairseqLRScheduler):
     from 1."""
 
     def __init__(self, cfg: Any, optimizer: Any, name: Any, width: int = 1, **options: Any) -> None:
+        """`name` is the schedule's name in the training loop, `width` the model's width, and `options` are options of
+        `TrainingConfig`. Sets the rate of the first update."""
         super().__init__(cfg, optimizer)
         if len(cfg.lr) > 1:
             raise InputError(f"the schedule takes one --lr, not one an epoch; got {list(cfg.lr)}")

@@ -55,6 +55,7 @@ class Undecayed:
     """
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
+        """Adds hooks to the optimizer, or to the one inside a wrapper, that move the model's gains during each step."""
         while hasattr(optimizer, "optimizer"):  # accelerate's wrapper
             optimizer = optimizer.optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):

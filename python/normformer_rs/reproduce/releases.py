@@ -25,6 +25,7 @@ class Raw:
     lie that were made earlier."""
 
     def __init__(self, folder: Path, but: Path | None = None):
+        """Finds all files below `folder`, in alphabetical order, except those below `but`."""
         self.folder = folder
         paths = sorted(Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
         # Only a `but` inside the folder has files to leave out.
@@ -185,6 +186,7 @@ class _Parts:
     """A corpus that is being made. Its parts are written with whole words first, and then with words split by BPE."""
 
     def __init__(self, folder: Path, languages: tuple[str, str]):
+        """`folder` is the corpus' folder, `languages` are its source and target."""
         self.folder, self.languages = folder, languages
 
     def whole(self, part: str, language: str) -> Path:

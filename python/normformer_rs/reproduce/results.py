@@ -39,6 +39,8 @@ class Results:
     def __init__(
         self, entry: Reproduction, scale: str, folder: Path, seeds: int | None = None, *, keeps: bool = True
     ) -> None:
+        """Reads the table of a scale of the entry in `folder`. `seeds`: the number of seeds; None for the scale's
+        own."""
         self.stem, self.folder = f"{entry.name}-{scale}", folder
         self.keeps = keeps
         """True if translations and losses are kept in files beside the table."""

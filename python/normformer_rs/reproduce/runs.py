@@ -65,6 +65,8 @@ class Runs:
     def __init__(
         self, folder: Path, data: Path, *, device: str, progress: bool, corpora: Mapping[str, Corpus] = CORPORA
     ) -> None:
+        """`folder` holds the runs' folders, `data` the corpora. `progress`: True to show progress bars. `corpora`: the
+        corpora by the names that rows use."""
         self.folder, self.data, self.device, self.progress = folder, data, device, progress
         self.corpora = corpora
         self._files: dict[str, Files] = {}

@@ -40,4 +40,5 @@ class Study(declared.Study):
         return trials(self, Path(output))
 
     def __iter__(self) -> Iterator["Trial"]:
+        """Yields the missing trials of `trials`, with its default folder."""
         return self.trials()

@@ -118,6 +118,8 @@ class Study:
     data: str | PathLike[str] = "data"
 
     def __post_init__(self) -> None:
+        """Checks the arguments, turns single values into tuples, and fills in the default baseline and title."""
+
         def put(name: str, value: Any) -> None:
             # A frozen dataclass refuses assignments, but not this call.
             object.__setattr__(self, name, value)

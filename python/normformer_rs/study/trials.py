@@ -39,6 +39,8 @@ class Trial:
     """
 
     def __init__(self, study: Study, cell: Cell, row: Row, lr: float, log: Path) -> None:
+        """`row` and `cell` are this run's, `lr` its rate; `log` is the file for its losses. Seeds the random number
+        generators."""
         self._study, self._row, self._log = study, row, log
         self.arm, self.lr, self.seed = cell.key["arm"], lr, row.seed
         # An arm's key has layers and init only if the study compares several of them.
