@@ -64,7 +64,8 @@ def _of_operator(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Iterator[Tensor]:
-    """Yields the logits of torch's operator."""
+    """Yields the logits of torch's operator, for parts of the queries. The arguments are those of
+    `scaled_dot_product_attention`."""
     keys = key.detach().double()
     if key.dim() > 3 and key.shape[-3] != query.shape[-3]:  # several heads of queries share a head of keys
         keys = keys.repeat_interleave(query.shape[-3] // key.shape[-3], -3)

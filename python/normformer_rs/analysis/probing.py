@@ -268,6 +268,7 @@ class Probe:
         if shares is None:
             self._activations(name, "norm", x)
         for share in shares or ():
+            # The rows of the matrix are the features of its output.
             self._activations(name, share.role, share.of(x, -1))
             if share.role == "fc2" and args:
                 self._put(name, "fc2", "active", float((args[0].detach() > 0).double().mean()))

@@ -132,7 +132,7 @@ def broadcast_objects() -> None:
     from fairseq.distributed import utils
 
     def broadcast_object_slow(obj: Any, src_rank: int, group: Any, dist_device: torch.device) -> Any:
-        sent = [obj]
+        sent = [obj]  # torch replaces the objects in this list by those of `src_rank`
         dist.broadcast_object_list(sent, src=src_rank, group=group, device=dist_device)
         return sent[0]
 

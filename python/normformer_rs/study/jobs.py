@@ -35,7 +35,7 @@ def work(study: Study, output: Path, jobs: int, settings: Mapping[str, Any], **h
 
 
 def _make(study: Study, output: Path, how: Mapping[str, Any]) -> None:
-    """Makes the study's runs inside one job."""
+    """Makes the study's runs inside one job. `how`: options of `run`; a job shows no progress bar."""
     from .command import run
 
     run(study, output, **{**how, "progress": False})
