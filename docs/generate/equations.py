@@ -87,8 +87,8 @@ def _runs(line: str) -> list[str]:
 
 
 def _aside(tokens: list[str]) -> int:
-    """Returns the number of tokens in the remark that begins with the parenthesis tokens[0]; 0 if the parentheses hold a
-    formula or do not end."""
+    """Returns the number of tokens in the remark that begins with the parenthesis tokens[0]; 0 if the parentheses hold
+    a formula or do not end."""
     depth = 0
     for count, token in enumerate(tokens, 1):
         depth += (token in _OPEN) - (token in _OPEN.values())
