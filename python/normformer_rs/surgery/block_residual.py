@@ -77,7 +77,7 @@ class Point:
         module = self.hooked
         assert module is not None
         hooks: dict[int, Any] = module._forward_pre_hooks if self.is_before else module._forward_hooks
-        # the hook is known by its owner, since a handle would not remove it from a copy of the model
+        # the hook is found by the object that it is bound to, since a handle would not remove it from a model's copy
         for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
             del hooks[key]
         self.hooked = None
@@ -139,10 +139,10 @@ def projected(block: nn.Module, part: Part, role: Role, heads: int) -> tuple[str
     if linear.rows:
         row_heads = linear.heads(role)
         sizes = {row_heads.count(head) for head in {*row_heads}}
-        if None in row_heads or len(sizes) != 1:  # rows of no known head, or heads of different widths
+        if None in row_heads or len(sizes) != 1:  # a row's head is unknown, or heads have different widths
             return None
         d_head = sizes.pop()
-        index = [i for _, i in sorted(zip(row_heads, index))]  # head by head
+        index = [i for _, i in sorted(zip(row_heads, index))]  # sorted by head
     else:
         d_head = width_into(block, part, "output") // heads  # the output matrix reads all heads side by side
         # without known rows, each role must have an equal share of them, which holds whole heads
@@ -174,7 +174,7 @@ class BlockResidual(Growing):
         # the block's norms that the scheme uses: those that stay in the block, and those that move here
         self.paths, self.moved = norms_of(self.parts, self.sublayers)
         self.opening = place.spec.begin  # the changes at the layer's begin
-        # whether changes hand tensors to later ones: outside the sublayers, and inside
+        # whether changes keep tensors for later ones: outside the sublayers' branches, and inside them
         self.passes = passes((*self.opening, *(change for s in self.sublayers for change in s.outside)))
         self.passes_inside = any(passes(changes) for s in self.sublayers for changes in s.inside.values())
         self.points: tuple[Point, ...] = ()
@@ -416,7 +416,7 @@ def run_on_stream(
     layer, begins = owner.place_in(x)
     first, i = owner.layer_of(writes[0])
     streams = open_streams(first, first.sublayers[i], first.enter(rows, layer, begins))
-    read = streams.x if streams.read is None else streams.read  # what the first sublayer reads
+    read = streams.x if streams.read is None else streams.read  # the tensor that the first sublayer reads
     run = Pass(owner, writes, structure)
     stream = Stream.of(run.shown(read), run, streams, written=0, parallel=None, shape=read.shape)
     # the forward gets the stream in place of x; the stream replaces the block's additions by the scheme's

@@ -115,11 +115,13 @@ def declared_structure(block: Any) -> Structure:
     return Structure(parts, writes=tuple(range(len(parts))), reads=frozenset(), is_found=False)
 
 
+# The linear layers of torch.nn's layers: paths within the attention, and within the layer.
 _ATTENTION = (Linear("in_proj_weight", ("query", "key", "value")), Linear("out_proj", ("output",)))
 _FEED_FORWARD = (Linear("linear1", ("fc1",)), Linear("linear2", ("fc2",)))
 
 
 def __torch_parts(*attentions: str) -> tuple[Part, ...]:
+    """Returns the sublayers of a layer of torch.nn with attentions of these names."""
     parts = []
     for i, name in enumerate(attentions):
         linears = tuple(linear._replace(path=f"{name}.{linear.path}") for linear in _ATTENTION)
@@ -134,6 +136,7 @@ TORCHS: dict[type[nn.Module], tuple[Part, ...]] = {
     nfnn.TransformerEncoderLayer: ENCODER,
     nfnn.TransformerDecoderLayer: DECODER,
 }
+"""The layers of torch.nn and of this package, whose sublayers are known without a run."""
 TORCH_STACKS = {nn.TransformerEncoder: nfnn.TransformerEncoder, nn.TransformerDecoder: nfnn.TransformerDecoder}
 
 
@@ -159,7 +162,7 @@ def torchs_parts(block: Any) -> tuple[Part, ...]:
     for name, part in zip(("self_attn", "multihead_attn"), attentions):
         stacked, *others = part.linears
         weight = getattr(at(block, name), "in_proj_weight", None)
-        # not 3·d rows: queries have more of them than keys and values
+        # if the matrix does not have 3·d rows, queries have more of them than keys and values
         if weight is not None and weight.shape[0] != 3 * weight.shape[1]:
             sizes = (size for _, size in stacked_rows(at(block, name)))
             heads = (None,) * 3  # the rows of each role are not divided by head
@@ -234,7 +237,7 @@ def shape_of(block: Any) -> dict[str, Any]:
     norm = next((block.get_submodule(part.norm) for part in parts if part.norm is not None), None)
     found = None if norm is None else read_norm(norm)
     user_norm = norm if isinstance(norm, OwnNorm) else None
-    if user_norm is not None:  # a stand-in that has its width
+    if user_norm is not None:  # `found` then serves for the width only
         found = RecognisedNorm(user_norm.width, "layernorm")
     if norm is not None and found is None:
         found = _by_width(norm, structure_of(block).width)
@@ -245,6 +248,7 @@ def shape_of(block: Any) -> dict[str, Any]:
             "normformer_rs.surgery.register_norm(kind, reader)"
         )
     width = found.width if found is not None else structure_of(block).width
+    # the columns of the last matrix of the feed-forward
     d_ff = next((size for part in reversed(parts) if (size := _width_into(block, part, "fc2"))), None)
     # a block without known feed-forward counts as one of the usual width 4·d
     shape: dict[str, Any] = {"d_model": width, "heads": _heads_of(block), "d_ff": d_ff or 4 * (width or 1)}
@@ -256,8 +260,8 @@ def shape_of(block: Any) -> dict[str, Any]:
 
 
 def _by_width(norm: nn.Module, width: int | None) -> RecognisedNorm | None:
-    """Returns a norm whose width its parameters do not show, after trial calls at the stream's width. If these fail, a
-    module with one weight for each column counts as a layernorm. None: it is neither."""
+    """Returns what a norm computes whose parameters do not show its width, by trial calls at the stream's width. If
+    these fail, a module with one weight for each column counts as a layernorm. None: it is neither."""
     if width is None:
         return None
     found = probe(norm, width)
@@ -289,7 +293,7 @@ def path_of(block: nn.Module, part: Part, role: Role) -> str:
     path = linears[0].path if linears else None
     is_found = type(block) not in TORCHS and structure_of(block).is_found
     if is_found and (len(linears) != 1 or not linears[0].is_called):
-        shown: str | None = path  # one layer, which the block does not call
+        shown: str | None = path  # for the message: the one layer, if the block does not call it
         if len(linears) != 1:
             shown = f"{len(linears)} linear layers" if linears else "no linear layer"
         raise InputError(
@@ -311,6 +315,7 @@ def width_into(block: nn.Module, part: Part, role: Role) -> int:
 
 
 def _fan_in(block: nn.Module, path: str) -> int:
+    """Returns the fan-in of the linear layer at a path. Errors: InputError if the layer has no weight of its own."""
     owner, weight, _ = projection(block, path)
     if getattr(owner, weight, None) is None:
         raise _no_own_weight(block, path, owner)
@@ -339,7 +344,7 @@ def projection(block: nn.Module, path: str) -> tuple[nn.Module, str, str]:
 
 
 def _no_own_weight(block: nn.Module, path: str, owner: nn.Module) -> InputError:
-    """Returns the error for a linear layer without a weight of its own."""
+    """Returns the error for the linear layer `owner` at a path of the block, which has no weight of its own."""
     kind = type(owner)
     what = kind.__name__ if kind.__module__.startswith(("torch.", "transformers.")) else full_name(kind)
     own = owner._parameters.get("weight")

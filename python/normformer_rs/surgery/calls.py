@@ -13,7 +13,8 @@ from ..nn.interpreter import KeptTensors
 
 
 class _Call:
-    """A call of a block under way. `outer`: the call around it; `is_hooked`: whether the block's hooks began it."""
+    """A call of a block under way. `outer`: the call around it; `is_hooked`: whether the block's hooks began it;
+    `kept`: the tensors that it keeps, by name."""
 
     def __init__(self, block: Any, outer: "_Call | None", is_hooked: bool) -> None:
         self.block, self.outer, self.is_hooked = block, outer, is_hooked
@@ -49,15 +50,18 @@ def _find(block: Any) -> _Call | None:
 
 
 class BlockCalls:
-    """Hooks on a block that begin and end its calls. Their bound methods are copied and pickled with the block."""
+    """Hooks on a block that begin and end its calls. The hooks are bound methods of this object, so that copies and
+    pickles of the block include it."""
 
     def __init__(self, block: Any) -> None:
         self.block = block
 
     def begin(self, *_: Any) -> None:
+        """Begins a call of the block. A hook before the forward."""
         _enter(_Call(self.block, _here(), is_hooked=True))
 
     def end(self, *_: Any) -> None:
+        """Ends the block's call. A hook after the forward."""
         call = _find(self.block)
         if call is not None:  # None: a hook that ran before `begin` may have raised, so that no call began
             _enter(call.outer)
@@ -87,7 +91,7 @@ def end_call(block: Any) -> None:
         _enter(call.outer)
 
 
-# Calls of stacks.
+# The code below keeps calls of stacks, as the code above keeps calls of blocks.
 
 
 class StackCall:
@@ -109,10 +113,12 @@ _innermost_stack_compiled: StackCall | None = None
 
 
 def _stack_here() -> StackCall | None:
+    """Returns the innermost call of a module around a stack."""
     return _innermost_stack_compiled if torch.compiler.is_compiling() else _innermost_stack.get()
 
 
 def _enter_stack(call: StackCall | None) -> None:
+    """Makes `call` the innermost one of a module around a stack."""
     global _innermost_stack_compiled
     if torch.compiler.is_compiling():
         _innermost_stack_compiled = call

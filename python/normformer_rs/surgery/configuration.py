@@ -19,6 +19,7 @@ from ..errors import InputError
 KEY = "normformer_rs"
 """The configuration's attribute, and the `model_type` in the file."""
 _NO_WEIGHTS = "load-with-normformer_rs.load_swapped.safetensors"
+"""The name of a file that does not exist, at which stock classes fail."""
 LOAD: list[Any] = []
 """Holds `load_swapped`, which Auto classes call. loading.py appends it here, since it imports this file."""
 _STOCK = ("model_type", "architectures")
@@ -49,6 +50,7 @@ class Swapped:
         Path(json_file_path).write_text(json.dumps(file, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """Makes pickles name the stock class, since this class is made at run time."""
         return _restored, (stock_class(self),), vars(self)
 
 
@@ -58,6 +60,7 @@ def stock_class(config: Any) -> Any:
 
 
 def _restored(stock: Any) -> Any:
+    """Returns an empty configuration of a swapped model for a stock class; unpickling fills it."""
     kind = swapped_class(stock)
     return kind.__new__(kind)
 
@@ -73,13 +76,13 @@ def keeps_function(marks: Any) -> bool:
     if not swaps or marks.get("part"):
         return not (isinstance(marks, Mapping) and {"residual", "norm", "folded"} & marks.keys())
     # an exact swap keeps the function, as does a fold without new biases, for which the stock class has no place
-    return all(one.get("exact") is True or (one.get("fold_norms") and not one.get("biases")) for one in swaps)
+    return all(swap.get("exact") is True or (swap.get("fold_norms") and not swap.get("biases")) for swap in swaps)
 
 
 def _swaps(marks: Any) -> list[Any]:
     """Returns the swaps that the marks list, without damaged entries."""
     swaps = marks.get("swaps") if isinstance(marks, Mapping) else None
-    return [one for one in swaps if isinstance(one, Mapping)] if isinstance(swaps, list) else []
+    return [swap for swap in swaps if isinstance(swap, Mapping)] if isinstance(swaps, list) else []
 
 
 _CLASSES: dict[Any, Any] = {}
@@ -147,6 +150,7 @@ def register() -> None:
 
         @classmethod
         def from_dict(cls, config_dict: Any, **options: Any) -> Any:
+            """Returns the swapped model's configuration from the content of config.json."""
             folder = options.get("name_or_path", "the model")
             stock = stock_config(config_dict, folder)
             if stock["model_type"] not in CONFIG_MAPPING:
@@ -159,9 +163,9 @@ def register() -> None:
 def model_class(auto: Any, config: Any) -> Any:
     """Returns the stock class that an Auto class chooses. Errors: KeyError if it has none."""
     found = auto._model_mapping[stock_class(config)]
-    several = [*found] if isinstance(found, list | tuple) else [found]
+    candidates = [*found] if isinstance(found, list | tuple) else [found]
     names = getattr(config, "architectures", None) or ()
-    return next((one for one in several if one.__name__ in names), several[0])
+    return next((kind for kind in candidates if kind.__name__ in names), candidates[0])
 
 
 def _register_models(made: Any, stock: Any) -> None:
@@ -175,17 +179,20 @@ def _register_models(made: Any, stock: Any) -> None:
 
 
 def _loader(auto: Any, stock: Any) -> Any:
-    """Returns the class that stands for a class of models in an Auto class's registry, and loads swapped models."""
+    """Returns the class that stands for a class of models in the registry of the Auto class `auto`, and loads swapped
+    models. `stock`: the stock configuration class."""
 
     class Loader:
         @classmethod
         def from_pretrained(cls, folder: Any, *_: Any, trust_remote_code: Any = None, **options: Any) -> Any:
+            """Loads the swapped model in a folder with `load_swapped`."""
             for name in ("_from_auto", "adapter_kwargs"):  # Auto classes add these to the caller's options
                 options.pop(name, None)
             return LOAD[0](folder, auto, trust=bool(trust_remote_code), **options)
 
         @classmethod
         def _from_config(cls, config: Any, **options: Any) -> Any:
+            """Makes a stock model; refuses a configuration with marks of swaps."""
             if getattr(config, KEY, None):
                 raise InputError(
                     f"a {stock.__name__} of a swapped model makes no model without its weights: make the stock model "
@@ -214,7 +221,8 @@ def upload(kind: Any, working_dir: Any, *args: Any, **options: Any) -> Any:
             data: Any = card.data
             data.tags = [*dict.fromkeys([*data.tags, *(made.data.to_dict().get("tags") or [])])]
             card.save(file)
-    # The method reads no attribute of its model. To keep the model here would delay the release of its memory.
+    # The method reads no attribute of its model, so an empty one serves. To hold the model itself here would delay the
+    # release of its memory.
     return getattr(kind, UPLOAD)(kind.__new__(kind), working_dir, *args, **options)
 
 
@@ -229,20 +237,25 @@ def _is_generic(card: Any) -> bool:
 
 
 def model_card(stock: Mapping[str, Any]) -> str:
-    """Returns the text of README.md: what was swapped, how to load the model, and how to find the papers."""
+    """Returns the text of README.md: what was swapped, how to load the model, and how to find the papers. `stock`: the
+    content of config.json as the stock class would write it, with the marks under KEY."""
     kind = (stock.get("architectures") or [stock.get("model_type")])[0]
     marks, swaps = stock[KEY], _swaps(stock[KEY])
-    is_whole = swaps and not marks.get("part")
-    # names that the card cites
+    is_whole = swaps and not marks.get("part")  # the marks list all swaps, of the whole model
+    # names of schemes and norms, whose papers the card cites
     names: list[str] = [] if is_whole else [marks[what] for what in ("residual", "norm") if what in marks]
     rows = [f"- in a part of the model: {name}" for name in names]
-    for one in swaps:
-        what = next(kind for kind in ("swap_residuals", "swap_norms", "fold_norms") if kind in one)
-        to = one[what]
-        to = to.get("name") if isinstance(to, Mapping) else to
-        options = ", ".join(f"{k}={v!r}" for k, v in one.items() if k not in (what, "names") and v not in (None, False))
-        rows.append(f"- `{what}`: {'a class of its own' if to is None else to}{f' ({options})' if options else ''}")
-        names += [to] if isinstance(to, str) else []
+    for swap in swaps:
+        what = next(kind for kind in ("swap_residuals", "swap_norms", "fold_norms") if kind in swap)
+        target = swap[what]
+        target = target.get("name") if isinstance(target, Mapping) else target
+        options = ", ".join(
+            f"{k}={v!r}" for k, v in swap.items() if k not in (what, "names") and v not in (None, False)
+        )
+        rows.append(
+            f"- `{what}`: {'a class of its own' if target is None else target}{f' ({options})' if options else ''}"
+        )
+        names += [target] if isinstance(target, str) else []
     swapped = "\n".join(rows)
     cited = ", ".join(map(repr, dict.fromkeys(names)))
     again = "FOLDER" if is_whole else "FOLDER, swap=FUNCTION"

@@ -17,6 +17,7 @@ class Converted:
     """This package's class that changes its behaviour."""
 
     def __reduce_ex__(self: Any, _: Any) -> Any:
+        """Pickles the two classes and the attributes; `_rebuild` makes the class anew."""
         kind = type(self)
         return _rebuild, (kind._nfrs_kind, kind._nfrs_how), self.__dict__.copy()
 
@@ -37,6 +38,7 @@ def residual_of(block: Any) -> Any:
 
 
 NAMES = ("residual", "scheme_residual")
+"""The attributes that may hold a block's module of the scheme, in order of preference."""
 
 
 class StreamBlock(Converted):
@@ -46,6 +48,7 @@ class StreamBlock(Converted):
     """The names of the forward's arguments."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns the output of the original class's forward, with the scheme."""
         return residual_of(self).run(functools.partial(type(self)._nfrs_kind.forward, self), args, kwargs)
 
 
@@ -56,6 +59,7 @@ def names_of(block: Any) -> tuple[str, ...]:
 
 
 _MADE: dict[tuple[Any, Any], Any] = {}
+"""The classes made so far, by the arguments of `converted_class`."""
 
 
 def converted_class(kind: type[nn.Module], how: Any) -> Any:
@@ -64,7 +68,7 @@ def converted_class(kind: type[nn.Module], how: Any) -> Any:
     if (kind, how) not in _MADE:
         body: dict[str, Any] = {"_nfrs_kind": kind, "_nfrs_how": how, "__module__": __name__, "__doc__": kind.__doc__}
         if issubclass(how, StreamBlock):
-            body["_nfrs_names"] = tuple(inspect.signature(kind.forward).parameters)[1:]
+            body["_nfrs_names"] = tuple(inspect.signature(kind.forward).parameters)[1:]  # without self
         _MADE[kind, how] = type(kind.__name__, (how, kind), body)
     return _MADE[kind, how]
 

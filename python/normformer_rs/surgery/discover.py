@@ -361,6 +361,7 @@ class _OneRow(TorchFunctionMode):
     repeats the result. torch would copy the whole matrix into memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of torch; a linear layer with equal rows is computed from one row."""
         if func is nn.functional.linear and args[1].stride() == (0, 1):  # the weight's rows are one row in memory
             # the bias may be given by position, by name, or not at all
             x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]

@@ -22,7 +22,9 @@ class Centred(Converted):
     """A module whose output y is centred over the last dimension: y − mean y."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns the original forward's output without its mean."""
         y: Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
+        # the mean is taken in f32 or wider
         wide = y.to(torch.promote_types(y.dtype, torch.float32))
         return (wide - wide.mean(-1, keepdim=True)).to(y.dtype)
 
@@ -53,17 +55,19 @@ class ExactSwap:
         # a norm that writes a stream is not swapped: its output is centred
         writing = {writer.module for writers in fit.values() for writer in writers}
         fit = {norm: writers for norm, writers in fit.items() if norm not in writing}
-        every = flow.sites(self.known)
-        self.sites: dict[nn.Module, Site] = {norm: every[norm] for norm in fit}
+        all_sites = flow.sites(self.known)
+        # only the norms that are swapped have a site
+        self.sites: dict[nn.Module, Site] = {norm: all_sites[norm] for norm in fit}
         if not [*self.unfit, *fit]:
-            return  # all norms are RMSNorm
-        if all(site.fault for site in self.sites.values()):  # also if no norm fits
+            return  # no norm is a LayerNorm, so there is nothing to swap
+        if all(site.fault for site in self.sites.values()):  # true also if no norm fits, since there is no site then
             norm, reason = next(iter((self.unfit or {n: s.fault for n, s in self.sites.items()}).items()))
             raise InputError(
                 f"{BY} finds no LayerNorm that reads nothing but what can be centred, and that a branch reads: of "
                 f"{flow.name(norm)} {reason}"
             )
         _refuse_training(model)
+        # one entry for each name of a writer's module
         for writer in (writer for writers in fit.values() for writer in writers):
             self.writers += [_found_writer(writer, path) for path in self.places.modules[writer.module]]
         order = {module: i for i, module in enumerate(model.modules())}
@@ -73,33 +77,33 @@ class ExactSwap:
     def _settle(self) -> None:
         """Reduces `writers` to one entry for each module or set of tied weights. Writers whose weights cannot be
         centred lose their matrix, so that their output is centred. Errors: InputError if neither is possible."""
-        every = {writer.name if writer.matrix is None else writer.matrix.name for writer in self.writers}
+        names = {writer.name if writer.matrix is None else writer.matrix.name for writer in self.writers}
         settled: dict[Any, _Writer] = {}
         for writer in self.writers:
             matrix = writer.matrix
             # writers with tied weights have one key, and are centred once
             key = writer.module if matrix is None else tuple(map(id, matrix.parameters.values()))
-            fault = self._fault(writer, every)
+            fault = self._fault(writer, names)
             if fault:
                 # if an embedding's weight is shared, as with the output layer, its output is centred instead
                 if matrix is not None and not isinstance(writer.module, nn.Embedding):
                     raise InputError(f"{fault}, so its writes to the residual stream cannot be centred: {_WAYS}")
-                if said := disturbed(writer.name, writer.module):
-                    raise InputError(f"{said}, so its output cannot be centred: {_WAYS}")
+                if reason := disturbed(writer.name, writer.module):
+                    raise InputError(f"{reason}, so its output cannot be centred: {_WAYS}")
                 key, writer = writer.module, writer._replace(matrix=None)
             settled.setdefault(key, writer)
         self.writers = [*settled.values()]
 
-    def _fault(self, writer: _Writer, every: set[str]) -> str:
-        """Returns the reason why a writer's weights cannot be centred; "" if they can. `every`: all writers' names."""
+    def _fault(self, writer: _Writer, names: set[str]) -> str:
+        """Returns the reason why a writer's weights cannot be centred; "" if they can. `names`: all writers' names."""
         if writer.matrix is None:
             return f"{writer.name} is a {type(writer.module).__name__}"
-        other = self.places.beyond(writer.matrix, every)
-        is_parameter = writer.matrix.bias == ""  # and no layer, whose kind could be at fault
+        other = self.places.beyond(writer.matrix, names)
+        is_parameter = writer.matrix.bias == ""  # a bare parameter, and no layer whose class could be at fault
         fault = "" if is_parameter else writer.matrix.fault()
         return fault or (f"{writer.name} shares a parameter with {other}" if other else "")
 
-    # The interface that `swap_norms` uses.
+    # `swap_norms` calls the methods below.
 
     def writes(self, norm: nn.Module) -> bool:
         """Returns whether the norm writes the stream. Such a norm is not swapped but centred, with a row in `apply`'s
@@ -125,7 +129,8 @@ class ExactSwap:
 
     @torch.no_grad()
     def apply(self, edits: Edits, swapped: Collection[nn.Module]) -> list[Row]:
-        """Folds the β of the swapped norms, and centres all writers. Returns one row of the table for each writer."""
+        """Folds the β of the swapped norms, and centres all writers. Returns one row of the table for each writer.
+        `swapped`: the old norms that are replaced."""
         biased = [norm for norm in swapped if self.known[norm].bias is not None and self.folds(norm)]
         edits.remember_values(self.edited(swapped))
         for norm in biased:
@@ -144,7 +149,7 @@ class ExactSwap:
         return rows
 
     def edited(self, swapped: Collection[nn.Module]) -> list[nn.Parameter]:
-        """Returns the parameters that `apply` changes, each once."""
+        """Returns the parameters that `apply` changes, each once. `swapped`: the old norms that are replaced."""
         found = [writer.matrix for writer in self.writers if writer.matrix is not None]
         for norm in swapped:
             if self.known[norm].bias is not None and self.folds(norm):
@@ -153,6 +158,7 @@ class ExactSwap:
 
 
 _WAYS = "untie, unwrap or merge it first, or leave exact=True out"
+"""The advice at the end of messages."""
 
 
 def _refuse_training(model: nn.Module) -> None:
@@ -165,7 +171,7 @@ def _refuse_training(model: nn.Module) -> None:
         )
 
 
-# The writers of the stream.
+# The function below describes the modules and parameters that write the stream.
 
 
 def _found_writer(writer: Writer, name: str) -> _Writer:

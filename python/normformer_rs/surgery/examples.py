@@ -15,6 +15,7 @@ from .. import nn as nfnn
 from ..errors import InputError
 
 TOKENS = 6
+"""The number of tokens in each row of a made input."""
 _ENCODERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nfnn.TransformerEncoder, nfnn.TransformerEncoderLayer)
 _DECODERS = (nn.TransformerDecoder, nn.TransformerDecoderLayer, nfnn.TransformerDecoder, nfnn.TransformerDecoderLayer)
 _WHOLE = (nn.Transformer, nfnn.Transformer)
@@ -41,6 +42,7 @@ def quietly(model: nn.Module) -> Iterator[None]:
     """Restores training modes, buffers and random states after a `with` block. Inside it, random numbers are the same
     each time, and compiled code and torch.nn's fused evaluation are off."""
     modes = {module: module.training for module in model.modules()}
+    # the buffers, each with a copy of its numbers
     held = [(module, name, b, b.clone()) for module in modes for name, b in module._buffers.items() if b is not None]
     devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
     numpy: Any = sys.modules.get("numpy.random")
@@ -75,7 +77,7 @@ def _made(model: nn.Module) -> dict[str, Tensor] | None:
     p = next(model.parameters(), None)
     if p is None:
         return None
-    if type(model).__module__.startswith("timm."):
+    if type(model).__module__.startswith("timm."):  # its models take images
         settings = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
         size = settings.get("input_size", (3, 224, 224))
         embed: Any = getattr(model, "patch_embed", None)
@@ -89,7 +91,8 @@ def _made(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def _of_torchs(model: nn.Module, p: Tensor) -> dict[str, Tensor] | None:
-    """Returns inputs for a Transformer of torch.nn or of this package, or for an encoder, decoder or layer of one."""
+    """Returns inputs for a Transformer of torch.nn or of this package, or for an encoder, decoder or layer of one. `p`:
+    a parameter, for dtype and device. None: the model has no attention, whose width is needed."""
     attention = next((m for m in model.modules() if isinstance(m, nn.MultiheadAttention)), None)
     if attention is None:
         return None
@@ -105,8 +108,8 @@ def _numbers(p: Tensor, *shape: int) -> Tensor:
 
 
 def _of_transformers(model: Any, config: Any, p: Tensor) -> dict[str, Tensor] | None:
-    """Returns inputs for a Hugging Face model: tokens, images or audio, as its configuration says. None: its main input
-    is of another kind."""
+    """Returns inputs for a Hugging Face model: tokens, images or audio, as its configuration says. `p`: a parameter,
+    for dtype and device. None: the model's main input is of another kind."""
     name = getattr(model, "main_input_name", "input_ids")
     text, vision = (_sub(config, *names) for names in (("text_config", "decoder"), ("vision_config",)))
     given: dict[str, Tensor] = {}
@@ -114,8 +117,9 @@ def _of_transformers(model: Any, config: Any, p: Tensor) -> dict[str, Tensor] | 
     is_classifier = type(model).__name__.endswith("ForSequenceClassification")
     rows = 1 if is_classifier and getattr(config, "pad_token_id", None) is None else 2
 
-    def tokens(of: Any) -> Tensor:
-        size: int = getattr(of, "vocab_size", 0) or getattr(config, "vocab_size", 100)
+    def tokens(part_config: Any) -> Tensor:
+        """Returns different tokens, (rows, TOKENS), below the vocabulary's size."""
+        size: int = getattr(part_config, "vocab_size", 0) or getattr(config, "vocab_size", 100)
         first = min(4, size - 1)  # the first numbers often are padding and other special tokens
         return torch.arange(rows * TOKENS, device=p.device).view(rows, TOKENS) % (size - first) + first
 
@@ -125,12 +129,12 @@ def _of_transformers(model: Any, config: Any, p: Tensor) -> dict[str, Tensor] | 
         size = getattr(vision, "image_size", 32)
         height, width = size if isinstance(size, list | tuple) else (size, size)
         channels = getattr(vision, "num_channels", 3)
-        frames = getattr(config, "num_frames", None)
+        frames = getattr(config, "num_frames", None)  # models of videos have it
         given["pixel_values"] = _numbers(p, 1, *([frames] if frames else []), channels, height, width)
         if "input_ids" in given:  # two images for the two rows of tokens
             given["pixel_values"] = given["pixel_values"].expand(2, *given["pixel_values"].shape[1:])
     if name in ("input_features", "input_values"):
-        bins = getattr(config, "num_mel_bins", None)
+        bins = getattr(config, "num_mel_bins", None)  # models that read spectrograms have it
         length = 2 * getattr(config, "max_source_positions", 200)  # Whisper's convolutions halve it
         if name == "input_values" and bins:
             given[name] = _numbers(p, 1, getattr(config, "max_length", 64), bins)

@@ -51,6 +51,7 @@ class Flow:
     def __init__(
         self, model: nn.Module, run: Callable[[], Any], places: Places, modes: tuple[bool, ...], whole: bool
     ) -> None:
+        """Runs the model; the arguments are those of `of`, with `run` in place of an example."""
         self.places, self.model, self.run, self.modes = places, model, run, modes
         modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         attentions = [module for module in modules if whole and type(module).forward in _ATTENTIONS]
@@ -167,7 +168,7 @@ class Flow:
         """Yields the norms that are written as operations in a module's forward: the path of the innermost such module,
         the module, and a message."""
         values = {key(t): t for t in tensors_in(self.found.alive)}  # all tensors of the run
-        # by number of operations, so that the innermost module comes first
+        # calls are sorted by their number of operations, so that the innermost module comes first
         spans = sorted(
             ((call.last - call.first, call, module) for module, calls in self.found.calls.items() for call in calls),
             key=lambda span: span[0],
@@ -206,7 +207,7 @@ class Flow:
                     "call it by its name"
                 )
 
-    # Forwards: the readers of norms.
+    # The methods below go forwards, from norms to the layers that read them.
 
     def sites(self, known: Mapping[nn.Module, RecognisedNorm]) -> dict[nn.Module, Site]:
         """Returns for each norm a `Site`: the linear layers that read it, or the reason why nothing can be folded."""
@@ -235,7 +236,7 @@ class Flow:
         layers = {name for matrix in site.readers for name in self.places.modules[matrix.owner]}
         for matrix in site.readers:
             name, owner, norm_of_call = matrix.name, matrix.owner, sources[matrix]
-            # a call that reads no norm, or calls that read several norms
+            # some call of the layer reads no norm, or its calls read several norms
             reads_others = len(self.calls(owner)) > len(norm_of_call) or len({*norm_of_call.values()}) > 1
             yield f"{name} reads something else, too" if reads_others else ""
             raw = self._read_raw(owner)
@@ -258,7 +259,8 @@ class Flow:
             for reader in self.readers.get(tensor, ()):
                 is_identity = reader.what == "dropout" and getattr(reader.module, "p", None) == 0
                 if reader.what == "linear" and reader.module is not None:
-                    axis = 1 if type(reader.module).__name__ == "Conv1D" else 0  # that of the weight's outputs
+                    # the dimension of the weight that counts the outputs
+                    axis = 1 if type(reader.module).__name__ == "Conv1D" else 0
                     yield Matrix(self.name(reader.module), reader.module, "weight", "bias", axis), id(reader)
                 elif projections := self._projections(reader, tensor):
                     yield from ((matrix, id(reader)) for matrix in projections)
@@ -297,7 +299,7 @@ class Flow:
             return f"{self.name(node.module)}, a {type(node.module).__name__},"
         return f"the operation {node.what}"
 
-    # Backwards and forwards: the writers and readers of the stream between norms.
+    # The methods below go backwards and forwards, to all writers and readers of the stream between norms.
 
     def streams(
         self, known: Mapping[nn.Module, RecognisedNorm]
@@ -400,7 +402,7 @@ def _norms_rows(node: Node, values: Mapping[Key, Tensor]) -> bool:
     y, x = values.get(node.outputs[0]), None
     for tensor, shape in zip(node.inputs, node.shapes):
         x = values.get(tensor) if shape == node.made[0] else x  # the factor of y's shape; the other one scales its rows
-    # lengths that are equal to 1 %, from lengths that differ by more than 5 %
+    # a norm makes lengths that differ by more than 5 % equal to 1 %
     return x is not None and y is not None and _spread(y) < 0.01 and _spread(x) > 0.05
 
 

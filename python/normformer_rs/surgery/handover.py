@@ -27,13 +27,15 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+"""A module's dictionaries of hooks, and flags that belong to them."""
 _ATTRIBUTES_OF_ALL = frozenset(vars(nn.Module()))
+"""The attributes that every module has."""
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _OF_SHAPE = ("infshape",)
 """Attributes that fit every parameter of the same shape: mup's widths."""
 
 
-# Modules.
+# The functions below concern modules.
 
 
 def hand_over(old: nn.Module, new: nn.Module) -> None:
@@ -51,7 +53,8 @@ def hand_over(old: nn.Module, new: nn.Module) -> None:
     new.__dict__.update({name: value for name, value in vars(old).items() if name not in own and _is_plain(value)})
     if "_is_hf_initialized" not in vars(old):  # `new` may have marked itself; transformers would then not initialise it
         new.__dict__.pop("_is_hf_initialized", None)
-    how = getattr(type(old), "_nfrs_how", None)  # of a module that a swap converted, such as a StreamNorm
+    # if a swap converted `old`, this is the class that changes its behaviour, such as StreamNorm
+    how = getattr(type(old), "_nfrs_how", None)
     if getattr(how, "goes_over", False) and not isinstance(new, Converted):
         reclass(new, converted_class(type(new), how))
     _hand_over_accelerates(old, new)
@@ -61,7 +64,7 @@ def _hand_over_accelerates(old: nn.Module, new: nn.Module) -> None:
     """Removes accelerate's hook from `new`, and gives `new` the hook of `old`. The hook consists of an attribute
     `forward` in the instance, which wraps `_old_forward`."""
     if has_accelerates_hook(new):
-        beneath = own_forward(new)
+        beneath = own_forward(new)  # the forward that the hook wraps, if it is not the class's
         for name in ("_hf_hook", "_old_forward", "forward"):
             del new.__dict__[name]
         new.__dict__.update({} if beneath is None else {"forward": beneath})
@@ -111,7 +114,8 @@ def refuse_passed_over(name: str, module: nn.Module, scheme: str) -> None:
 
 
 def reclass(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Changes a module's class, and the copy of the class's forward that accelerate may have put into the instance."""
+    """Changes a module's class to `kind`. If accelerate has put a copy of the class's forward into the instance, it is
+    replaced by that of `kind`."""
     has_stock_forward = own_forward(module) is None
     module.__class__ = kind
     if has_stock_forward:
@@ -147,8 +151,8 @@ def _names_in(kind: Any) -> frozenset[str]:
             break
         for function in vars(parent).values():
             # the code of a function or of a property's getter; nested functions are among its constants
-            whole = getattr(inspect.unwrap(getattr(function, "fget", None) or function), "__code__", None)
-            codes = [] if whole is None else [whole]
+            function_code = getattr(inspect.unwrap(getattr(function, "fget", None) or function), "__code__", None)
+            codes = [] if function_code is None else [function_code]
             while codes:
                 code = codes.pop()
                 names.update(code.co_names)
@@ -163,12 +167,14 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-# Parameters.
+# The functions below concern parameters.
 
 
 def hand_over_parameter(name: str, old: Tensor, new: Tensor) -> None:
     """Gives the parameter `new`, which replaces `old`, the attributes of `old` and, if the shapes are equal, its
     gradient hooks.
+
+    `name`: the parameter's path, for messages.
 
     Errors: InputError if something cannot be handed over: a hook after accumulation, which belongs to the optimizer of
     `old`; gradient hooks, or attributes that depend on the shape, if the shapes differ; attributes that are no plain
@@ -187,13 +193,14 @@ def hand_over_parameter(name: str, old: Tensor, new: Tensor) -> None:
 def hand_over_plain(old: Tensor, new: Tensor) -> None:
     """Copies the attributes of `old` that are plain values to `new`: `_no_weight_decay`, `sequence_parallel`, …"""
     for name, value in vars(old).items():
-        if _is_plain(value) and not name.startswith("_dynamo"):
+        if _is_plain(value) and not name.startswith("_dynamo"):  # Dynamo's marks belong to one tensor
             setattr(new, name, value)
 
 
 def refuse_held(name: str, old: Tensor, new: Tensor) -> None:
     """Raises InputError if the parameter `old` has a hook or attribute that `new` in its place cannot have."""
     refuse_hooked(name, old)
+    # the first thing that cannot be handed over, for the message
     held = "" if old.shape == new.shape or not old._backward_hooks else "a gradient hook (register_hook)"
     for attribute, value in vars(old).items():
         goes = _is_plain(value) or attribute.startswith("_dynamo")
@@ -222,7 +229,7 @@ def refuse_hooked(name: str, parameter: Tensor) -> None:
 def mark_new(stack: nn.Module, existing: set[Any], block: nn.Module, like: Tensor | None) -> None:
     """Marks the modules and parameters of a stack that are new, that is, not in `existing`. Modules are marked as
     initialised if `block` is, since transformers' `init_weights()` would otherwise reset their parameters (norms to 1,
-    Gemma's to 0). Parameters get the plain attributes of the parameter `like`."""
+    Gemma's to 0). Parameters get the plain attributes of the parameter `like`; None: they get none."""
     if getattr(block, "_is_hf_initialized", False):
         for module in stack.modules():
             if module not in existing:

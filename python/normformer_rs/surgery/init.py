@@ -17,13 +17,13 @@ from .undo import Edits
 @torch.no_grad()
 def initialise(group: Group, place: Place, edits: Edits) -> list[nn.Parameter]:
     """Re-initialises the blocks' linear layers with the scheme's initialisation, and sets their biases to zero. Returns
-    these parameters."""
+    these parameters. `place`: the place of the group's first block."""
     drawn = []
     for i, block in enumerate(group.blocks):
         here = place.at(i)
         for j, part in enumerate(parts_of(block)):
             for linear in part.linears:
-                if not linear.roles:
+                if not linear.roles:  # without a known role there are no initial values for it
                     continue
                 weight, bias = weight_and_bias(block, linear.path)
                 parameters = [p for p in (weight, bias) if p is not None]
@@ -46,8 +46,8 @@ def initialise(group: Group, place: Place, edits: Edits) -> list[nn.Parameter]:
 
 
 def _draw(linear: Linear, weight: Tensor, bias: Tensor | None, place: Place, sublayer: int) -> None:
-    """Re-initialises a matrix, (fan_out, fan_in). If it stacks several roles, each role's rows are drawn as a separate
-    matrix."""
+    """Re-initialises a matrix, (fan_out, fan_in), and its bias. If it stacks several roles, each role's rows are drawn
+    as a separate matrix. `linear`: describes the matrix; `sublayer`: the sublayer's number in the block."""
     if not linear.rows:
         draw_linear(weight, bias, linear.roles, place, sublayer)
         return
@@ -70,13 +70,13 @@ def _draw(linear: Linear, weight: Tensor, bias: Tensor | None, place: Place, sub
 def unreached(block: nn.Module, beside: Sequence[nn.Module] = ()) -> list[str]:
     """Returns the names of a block's matrices that `initialise` leaves as they are, because they have no known role:
     routers, convolutions, embeddings, latent projections. `beside`: further blocks whose matrices are known, too."""
-    parts = [part for one in (block, *beside) for part in parts_of(one)]
+    parts = [part for known_block in (block, *beside) for part in parts_of(known_block)]
     linears = [linear for part in parts for linear in part.linears if linear.roles]
     experts = [linear for part in parts for linear in part.experts if linear.roles]
     known = {weight_and_bias(block, linear.path)[0] for linear in linears}
     known |= {block.get_parameter(linear.path) for linear in experts}
-    own = residual_of(block)
-    schemes = set() if own is None else {*own.parameters()}
+    residual = residual_of(block)
+    schemes = set() if residual is None else {*residual.parameters()}  # the scheme's own parameters do not count
     return [name for name, p in block.named_parameters() if p.dim() > 1 and p not in known and p not in schemes]
 
 

@@ -79,13 +79,14 @@ def load_swapped(
             "swaps the stock model as it was before it was saved"
         )
     kind = _model_class(kind, config, folder, transformers)
-    setattr(config, KEY, {})
+    setattr(config, KEY, {})  # the stock model is built without marks; the swaps write them anew
 
     def again(model: nn.Module) -> None:
+        """Repeats the swaps."""
         if swap is not None:
             swap(model)
-        for number, one in enumerate(swaps, 1):
-            _swap(model, dict(one), example, f"{folder}'s config.json: swap {number}")
+        for number, entry in enumerate(swaps, 1):
+            _swap(model, dict(entry), example, f"{folder}'s config.json: swap {number}")
 
     wants_report = options.pop("output_loading_info", False)
     try:
@@ -99,13 +100,13 @@ def load_swapped(
         ) from error
     missing = {name.rpartition(".")[2] for name in report["missing_keys"]}
     unexpected = {name.rpartition(".")[2] for name in report["unexpected_keys"]}
-    # a marking buffer that the file lacks under any path: the weights are of a model without that swap
+    # if the file lacks a marking buffer under every path, its weights are of a model without that swap
     if swaps and (lost := sorted(leaf for leaf in missing - unexpected if leaf.startswith(MARKS))):
         raise InputError(
             f"{folder}: its weights are of no model with {lost[0]}, a swap that its config.json names: load it with "
             "from_pretrained, or pass swap=, a function that swaps as the saved model was"
         )
-    model.__class__ = kind
+    model.__class__ = kind  # instead of the subclass that repeats the swaps
     return (model, report) if wants_report else model
 
 
@@ -114,9 +115,9 @@ LOAD.append(load_swapped)
 
 def _model_class(kind: Any, config: Any, folder: Any, transformers: Any) -> Any:
     """Returns the class of models: `kind`, the class that `kind` chooses if it is an Auto class, or, if `kind` is None,
-    the class that config.json names."""
-    named = getattr(config, "architectures", None)
-    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    the class that config.json names. `transformers`: the imported package."""
+    architectures = getattr(config, "architectures", None)
+    names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
     if kind is None:
         kind = next((found for name in names if (found := getattr(transformers, name, None)) is not None), None)
     if kind is None:
@@ -134,7 +135,8 @@ def _model_class(kind: Any, config: Any, folder: Any, transformers: Any) -> Any:
 
 
 def _class(kind: Any, again: Callable[[nn.Module], None]) -> Any:
-    """Returns a subclass of the stock class, with its name and module, whose models are swapped as they are built."""
+    """Returns a subclass of the stock class `kind`, with its name and module, whose models are swapped as they are
+    built. `again`: makes the swaps."""
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         """The subclass's __init__: builds the stock model on the CPU and repeats the swaps."""
@@ -166,19 +168,19 @@ def _swaps(config: Any, folder: Any, trust: bool) -> list[Mapping[str, Any]]:
         raise InputError(
             f"{folder}'s config.json: {KEY}.swaps must be a list of at most {_MOST} swaps; got {_shown(swaps or marks)}"
         )
-    for number, one in enumerate(swaps, 1):
+    for number, entry in enumerate(swaps, 1):
         where = f"{folder}'s config.json: swap {number}"
-        kinds = [name for name in _CHECKS if name in one] if isinstance(one, Mapping) else []
+        kinds = [name for name in _CHECKS if name in entry] if isinstance(entry, Mapping) else []
         if len(kinds) != 1:
-            raise InputError(f"{where} must be an object with one of {', '.join(_CHECKS)}; got {_shown(one)}")
-        refuse_code(one, where, trust)
-        _CHECKS[kinds[0]](one, where)
+            raise InputError(f"{where} must be an object with one of {', '.join(_CHECKS)}; got {_shown(entry)}")
+        refuse_code(entry, where, trust)
+        _CHECKS[kinds[0]](entry, where)
     return swaps
 
 
-def _check_norms(one: Mapping[str, Any], where: str) -> None:
-    """Raises InputError if an entry of `swap_norms` is damaged."""
-    to, names, exact = one["swap_norms"], one.get("names"), one.get("exact", False)
+def _check_norms(entry: Mapping[str, Any], where: str) -> None:
+    """Raises InputError if an entry of `swap_norms` is damaged. `where`: the entry's place, for messages."""
+    to, names, exact = entry["swap_norms"], entry.get("names"), entry.get("exact", False)
     if to is None:
         raise InputError(
             "the model's norms were swapped to a class of one's own, which config.json does not hold: pass swap=, "
@@ -193,7 +195,7 @@ def _check_norms(one: Mapping[str, Any], where: str) -> None:
     if names_code(to):
         return
     defaults = _defaults(norm_class(to))
-    for name, value in one.items():
+    for name, value in entry.items():
         if name in ("swap_norms", "names", "exact"):
             continue
         if name not in defaults:
@@ -204,8 +206,9 @@ def _check_norms(one: Mapping[str, Any], where: str) -> None:
 
 
 def _defaults(make: Any) -> dict[str, Any]:
-    """Returns the options of a norm's class and its base classes that a file may set: name → default."""
-    kind = getattr(make, "func", make)  # a family's class has settings beside it
+    """Returns the options of a norm's class and its base classes that a file may set: name → default. `make`: the
+    class, or a `functools.partial` of it."""
+    kind = getattr(make, "func", make)  # the class of a family is a partial with the family's settings
     parents = kind.__mro__[: kind.__mro__.index(nn.Module)]
     found: dict[str, Any] = {}
     for function in (vars(parent)["__init__"] for parent in parents if "__init__" in vars(parent)):
@@ -217,24 +220,24 @@ def _defaults(make: Any) -> dict[str, Any]:
 
 def _is_like(value: Any, default: Any) -> bool:
     """Returns whether a value has the type of an option's default. Whole numbers must be from 1 to 10 000."""
-    if isinstance(default, (bool, str)):
+    if isinstance(default, (bool, str)):  # before int, since a bool is an int
         return type(value) is type(default)
     if isinstance(default, int) or default is None:
         return (type(value) is int and 1 <= value <= 10_000) or (value is None and default is None)
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _check_residuals(one: Mapping[str, Any], where: str) -> None:
+def _check_residuals(entry: Mapping[str, Any], where: str) -> None:
     """Raises InputError if an entry of `swap_residuals` is damaged."""
-    if not isinstance(one["swap_residuals"], (str, Mapping)):
-        raise InputError(f"{where}: swap_residuals must name a scheme, or declare one; got {_shown(one)}")
+    if not isinstance(entry["swap_residuals"], (str, Mapping)):
+        raise InputError(f"{where}: swap_residuals must name a scheme, or declare one; got {_shown(entry)}")
     # a file names no init, because its weights are loaded
     fields = {field.name: field for field in TransformerConfig.FIELDS if field.name != "init"}
-    depth = one.get("depth")
+    depth = entry.get("depth")
     depths = depth if isinstance(depth, list) and len(depth) == 2 else [depth]  # two: those of encoder and decoder
     if depth is not None and not all(type(number) is int and 1 <= number <= _DEEPEST for number in depths):
         raise InputError(f"{where}: depth must be one or two numbers from 1 to {_DEEPEST}; got {_shown(depth)}")
-    for name, value in one.items():
+    for name, value in entry.items():
         if name not in ("swap_residuals", "depth"):
             if name not in fields:
                 raise InputError(f"{where}: a scheme has no option {name!r}")
@@ -242,11 +245,11 @@ def _check_residuals(one: Mapping[str, Any], where: str) -> None:
                 fields[name].check(value)
 
 
-def _check_fold(one: Mapping[str, Any], where: str) -> None:
+def _check_fold(entry: Mapping[str, Any], where: str) -> None:
     """Raises InputError if an entry of `fold_norms` is damaged."""
-    if one["fold_norms"] is not True or one.keys() - {"fold_norms", "names", "biases"}:
-        raise InputError(f"{where}: fold_norms must be true, and has no options but names; got {_shown(one)}")
-    names = one.get("names", [])
+    if entry["fold_norms"] is not True or entry.keys() - {"fold_norms", "names", "biases"}:
+        raise InputError(f"{where}: fold_norms must be true, and has no options but names; got {_shown(entry)}")
+    names = entry.get("names", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InputError(f"{where}: names must be a list of modules' names; got {_shown(names)}")
 
@@ -261,7 +264,7 @@ def _shown(value: Any) -> str:
 
 
 def _swap(model: nn.Module, how: dict[str, Any], example: Any, where: str) -> None:
-    """Makes one swap that config.json names."""
+    """Makes one swap that config.json names. `how`: its entry; `where`: the entry's place, for messages."""
     if "swap_residuals" in how:
         to, depth = how.pop("swap_residuals"), how.pop("depth", None)
         swap_residuals(
@@ -284,12 +287,12 @@ def _found(model: Any, names: list[str], where: str) -> set[str]:
     has_base = prefix != "." and prefix[:-1] in existing
     with_base = [name for name in names if name.startswith(prefix)] if prefix != "." else []
     others = [name for name in names if name not in {*with_base}]
-    # a base model has its norms without the prefix
+    # if this model is a base model, its norms have no prefix
     found = {*with_base} if has_base else {name.removeprefix(prefix) for name in with_base}
     # if the base model alone was saved, no name has the prefix
     found |= {prefix + name if has_base and not with_base and name not in existing else name for name in others}
     missing = sorted(found - existing)
-    # beside names with the prefix, those without it are of the head
+    # if some names have the prefix, those without it belong to the head
     heads = [name for name in missing if with_base and name in others]
     if lost := [name for name in missing if name not in heads]:
         raise InputError(

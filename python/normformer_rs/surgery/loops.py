@@ -25,26 +25,28 @@ def layers_of(structure: Structure) -> tuple[list[Structure], str | None]:
     """Returns the structures of a loop's layers, and the path of the norm after the last layer (None: there is none). A
     layer is the shortest sequence of kinds of sublayers whose repetition gives the loop. Errors: Unaccounted."""
     parts, end = structure.parts, None
-    # a norm after the last sublayer alone is the one after the last layer
+    # if a norm follows only the last sublayer, it is the norm after the last layer
     if parts[-1].after is not None and all(part.after is None for part in parts[:-1]):
         end = parts[-1].after
         norm = parts[-1].before or parts[-1].branch
         parts = (*parts[:-1], parts[-1]._replace(after=None, norm=norm))
     kinds = [part.kind for part in parts]
     # the least n for which the first n kinds, repeated, begin with all kinds
-    size = next(n for n in range(1, len(kinds) + 1) if kinds == (kinds[:n] * len(kinds))[: len(kinds)])
-    if len(kinds) % size or size > 3:  # a layer has at most self-attention, cross-attention and a feed-forward
+    layer_size = next(n for n in range(1, len(kinds) + 1) if kinds == (kinds[:n] * len(kinds))[: len(kinds)])
+    # a layer has at most self-attention, cross-attention and a feed-forward
+    if len(kinds) % layer_size or layer_size > 3:
         raise Unaccounted(f"its sublayers do not repeat, so that its layers are not known: {', '.join(kinds)}")
     if structure.has_channels_first or structure.calls > 1:
         raise Unaccounted("a loop over images, or one that a model runs several times, is not known")
-    of_layers = [parts[i : i + size] for i in range(0, len(parts), size)]
+    parts_of_layers = [parts[i : i + layer_size] for i in range(0, len(parts), layer_size)]
     return [
-        structure._replace(parts=of_layer, writes=tuple(range(size)), loop=structure.writes) for of_layer in of_layers
+        structure._replace(parts=layer_parts, writes=tuple(range(layer_size)), loop=structure.writes)
+        for layer_parts in parts_of_layers
     ], end
 
 
 def views(owner: nn.Module, structures: Sequence[Structure]) -> list[nn.Module]:
-    """Returns a view of the module with a loop for each layer's structure."""
+    """Returns a view of `owner`, the module with the loop, for each layer's structure."""
     made = []
     for structure in structures:
         view = copy.copy(owner)
@@ -54,11 +56,12 @@ def views(owner: nn.Module, structures: Sequence[Structure]) -> list[nn.Module]:
 
 
 class LoopResidual(nn.Module):
-    """A residual scheme in a module whose forward runs through the layers of a stack."""
+    """A residual scheme in a module whose forward runs through the layers of a stack. Sublayers are numbered across the
+    layers. `end`: the path of the norm after the last layer; "": there is none."""
 
     def __init__(self, owner: nn.Module, layers: Sequence[BlockResidual], stack: StackResidual, end: str = "") -> None:
         super().__init__()
-        self._owner, self.end = (owner,), end
+        self._owner, self.end = (owner,), end  # a tuple, so that torch does not register the owner as a child
         self.layers, self.stack = nn.ModuleList(layers), stack
         self.parts = tuple(part for layer in layers for part in layer.parts)
         self.size = len(layers[0].parts)
@@ -75,34 +78,34 @@ class LoopResidual(nn.Module):
         return layer, i % self.size
 
     def place_in(self, _: Tensor) -> tuple[int, bool]:
-        """Returns the first layer's number, and whether the stack begins with it."""
+        """Returns the number of the layer that the loop's input enters, and whether the stack begins with it."""
         return 0, True
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the output of the module's own forward."""
+        """Returns the output of the module's own forward, with the scheme."""
         names = names_of(self._owner[0])
         return run_on_stream(self, names, forward, args, kwargs)
 
     def read(self, i: int, streams: Streams, norm: nn.Module | None) -> Tensor:
-        """Returns the tensor that sublayer i reads."""
-        layer, own = self.layer_of(i)
-        return layer.read(own, streams, norm)
+        """Returns the tensor that sublayer i reads. `norm`: the module's norm, if the sublayer reads through one."""
+        layer, number = self.layer_of(i)
+        return layer.read(number, streams, norm)
 
     def write(self, i: int, streams: Streams, f: Tensor, following: int | None) -> Streams:
         """Returns the streams after sublayer i has added its branch f. `following`: the next sublayer's number."""
-        layer, own = self.layer_of(i)
-        if following is not None and following // self.size == i // self.size:  # in the same layer
-            return layer.write(own, streams, f, following % self.size)
-        streams = layer.write(own, streams, f, None)
+        layer, number = self.layer_of(i)
+        if following is not None and following // self.size == i // self.size:  # it is in the same layer
+            return layer.write(number, streams, f, following % self.size)
+        streams = layer.write(number, streams, f, None)
         if following is None:
             return streams
-        # the next sublayer begins another layer: leave this one, and enter that
-        after, own = self.layer_of(following)
-        streams = after.enter(layer.leave(streams, i // self.size), following // self.size, False)
-        return open_streams(after, after.sublayers[own], streams)
+        # the next sublayer begins the next layer, so the streams leave this layer and enter that one
+        next_layer, number = self.layer_of(following)
+        streams = next_layer.enter(layer.leave(streams, i // self.size), following // self.size, begins=False)
+        return open_streams(next_layer, next_layer.sublayers[number], streams)
 
     def leave(self, streams: Streams, _: int) -> Tensor:
-        """Returns the loop's output."""
+        """Returns the loop's output from the streams after the last layer."""
         layer: Any = self.layers[-1]
         y = layer.leave(streams, len(self.layers) - 1)
         return self._owner[0].get_submodule(self.end)(y) if self.end else y
@@ -115,8 +118,8 @@ class LoopResidual(nn.Module):
             return False
         layer, i = self.layer_of(run.writes[stream.written])
         part = layer.parts[i]
-        own = (path for path in (part.before, *part.twins) if path is not None)
-        return any(self._owner[0].get_submodule(path) is norm for path in own)
+        paths = (path for path in (part.before, *part.twins) if path is not None)
+        return any(self._owner[0].get_submodule(path) is norm for path in paths)
 
 
 def refuse_again(owner: nn.Module) -> None:

@@ -221,7 +221,7 @@ def _find(
     examined: dict[Hashable, RecognisedNorm | str] = {}  # results by `alike`, since trial calls take long
     for name, module in model.named_modules(remove_duplicate=False):
         if norms and name.startswith(norms[-1][0] + "."):
-            continue  # it lies inside the last norm found
+            continue  # the module lies inside the last norm found
         key = alike(module)
         if key not in examined:
             known = examine(module)
@@ -292,7 +292,7 @@ def unweighted(model: nn.Module, name: str, norm: nn.Module, known: RecognisedNo
     return _twin(name, norm, known, target, "match", _nearest(model, name), {"elementwise_affine": False}).norm
 
 
-# The new norms.
+# The code below makes the new norms.
 
 
 class _Target(NamedTuple):
@@ -372,7 +372,7 @@ def _options(make: Callable[..., Any]) -> list[str] | None:
     parents = make.__mro__[: make.__mro__.index(nn.Module)] if isinstance(make, type) else [make]
     for parent in parents:
         function = vars(parent).get("__init__", make.__init__) if isinstance(parent, type) else parent  # type: ignore[misc]
-        # without the width and, in a class, self
+        # the options without the width and, in a class, without self
         own = [*inspect.signature(function).parameters.values()][2 if isinstance(parent, type) else 1 :]
         names += [p.name for p in own if p.kind != p.VAR_KEYWORD and p.name not in names]
         if all(p.kind != p.VAR_KEYWORD for p in own):
@@ -423,7 +423,7 @@ def _twin(
     """Returns the new norm that replaces `old` at `path`, on the device and with the dtype of `like`. `known`: the norm
     that `old` computes; `init`: "match" to take over the learned values, or "default"; `options`: the caller's. Errors:
     InputError if the new norm has another width."""
-    has_bias = known.bias is not None or known.computes != "layernorm"  # in a layernorm alone, its absence is a choice
+    has_bias = known.bias is not None or known.computes != "layernorm"  # only a layernorm can lack a bias by choice
     wanted: dict[str, Any] = {"device": like.device, "dtype": like.dtype, "bias": has_bias}
     if known.gain is None and known.bias is None:
         wanted["elementwise_affine"] = False
@@ -509,7 +509,7 @@ def _match(old: Any, known: RecognisedNorm, new: Any, new_known: RecognisedNorm)
     if not (old_gain.is_meta or new_gain.is_meta):
         # the factor of x̂ that both norms must have: factor·(offset + gain)
         multiplier = known.factor * (known.offset + old_gain.to("cpu", torch.float64))
-        if new_gain.numel() == 1 and multiplier.numel() > 1:  # outputs keep their length on average
+        if new_gain.numel() == 1 and multiplier.numel() > 1:  # so that outputs keep their length on average
             multiplier = multiplier.square().mean().sqrt()
         new_gain.copy_((multiplier / new_known.factor - new_known.offset).broadcast_to(new_gain.shape))
         is_same_form = known.offset == new_known.offset != 0 and known.factor == new_known.factor

@@ -42,7 +42,7 @@ class Repoint:
     ) -> None:
         self.optimizer, self.exchange, self.names, self.drawn = optimizer, exchange, names, drawn
         for p, new in exchange.items():
-            if any(q is not p and q.requires_grad for _, q in new):  # something new is to be trained
+            if any(q is not p and q.requires_grad for _, q in new):  # a new parameter is to be trained
                 refuse_hooked(names[p], p)
         if optimizer is None:
             return
@@ -83,7 +83,7 @@ class Repoint:
         out."""
         back: Exchange = {}
         for p, new in self.exchange.items():
-            if any(p is q for _, q in new):  # it stays
+            if any(p is q for _, q in new):  # p stays in the model
                 continue
             for _, q in new:
                 back.setdefault(q, []).append((self.names[p], p))
@@ -98,7 +98,7 @@ class Repoint:
         for i, (name, p) in enumerate(before):
             if p in self.exchange and all(p is not q for _, q in kept):
                 earlier = {q for _, q in before[:i]}
-                # right after the last of the parameters that came before p at the swap
+                # p's place is right after the last of the parameters that came before it at the swap
                 position = max((j + 1 for j, (_, q) in enumerate(kept) if q in earlier), default=0)
                 kept.insert(position, (name, p))
         _set(group, kept)
@@ -117,7 +117,7 @@ def _set(group: dict[str, Any], named: Sequence[tuple[str, nn.Parameter]]) -> No
         group["param_names"] = [name for name, _ in named]
 
 
-# Optimizers that were not passed.
+# The code below finds optimizers that were not passed to the swap.
 
 
 class _Heirs(NamedTuple):
@@ -141,6 +141,7 @@ def watch(exchange: Exchange, back: Exchange, edits: Edits) -> None:
     records, title = _expect(edits.title, exchange), f"undo() of {edits.title}"
 
     def undo() -> None:
+        """Stops expecting the new parameters, and expects the old ones."""
         for p, heirs in records:
             HEIRS[p].remove(heirs)
         _expect(title, back)

@@ -61,7 +61,7 @@ def _arguments(module: nn.Module) -> dict[str, int]:
     """Returns the arguments of a module's forward from which padding can be read: name → position."""
     try:
         names = [*inspect.signature(module.forward).parameters]
-    except (TypeError, ValueError):  # a forward in C
+    except (TypeError, ValueError):  # a forward that is written in C has no signature
         return {}
     return {name: names.index(name) for name in _READ if name in names}
 

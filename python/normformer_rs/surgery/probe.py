@@ -146,7 +146,7 @@ def _refused(module: nn.Module) -> str | None:
     if len(module._parameters) > 2:
         return f"has {len(module._parameters)} parameters"
     try:
-        _, *more = inspect.signature(_forward(module)).parameters.values()  # without self
+        _, *more = inspect.signature(_forward(module)).parameters.values()  # `more`: all arguments but self
     except (TypeError, ValueError):
         return "its forward takes no x"
     if len(more) != 1:
@@ -174,7 +174,8 @@ def _width(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> int | N
     sizes = {p.shape[-1] for p in parameters.values() if p.numel() > 1}
     if not sizes:
         for name, value in vars(module).items():
-            number = value[0] if isinstance(value, Sequence) and len(value) == 1 else value  # as normalized_shape=(d,)
+            # a width may be in a tuple, as normalized_shape=(d,) is
+            number = value[0] if isinstance(value, Sequence) and len(value) == 1 else value
             if name[0] != "_" and type(number) is int and number > 1:
                 sizes.add(number)
     are_rows = all(p.numel() in (1, p.shape[-1]) for p in parameters.values() if p.dim())
@@ -260,7 +261,7 @@ class _Trial:
 def _find(trial: _Trial, names: Sequence[str]) -> RecognisedNorm | str:
     """Returns the norm among `names` that the module computes, or the reason why it computes none of them."""
     large, tiny, error = trial.settings.large, trial.settings.tiny, trial.settings.error
-    no_norm = f"computes no norm over rows of width {trial.width}"  # the reason if no norm fits
+    no_norm = f"computes no norm over rows of width {trial.width}"  # the result if no norm fits
 
     # Large rows show all terms of y = factor·(offset + gain)⊙x̂ + bias, because ε has no effect in them.
     # The parameter whose effect (slope) in every row is its own values is the bias. The other one is the gain.
@@ -347,6 +348,8 @@ class Widened(TorchFunctionMode):
     """Makes a forward that converts to f32 compute in f64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of torch with f64 in place of every other floating-point dtype."""
+
         def wide(value: Any) -> Any:
             return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 

@@ -38,14 +38,16 @@ class OwnForm(Scheme):
         self.has_end, self.is_wide = group.end is not None, is_wide
 
     def _part(self, place: Place) -> Part | None:
+        """Returns the description of the sublayer at a place. None: its block has fewer sublayers."""
         parts = self.parts[min(place.layer, len(self.parts) - 1)]
         return parts[place.index] if place.index < len(parts) else None
 
     def around(self, place: Place) -> ResidualSpec:
+        """Returns the norms and factors of the block's own sublayer."""
         part = self._part(place)
         if part is None:
             return ResidualSpec(streams=[StreamStep(0.0, 0.0)] if self.is_wide else [])
-        # a norm whose place the block does not say stands before
+        # if the block does not say where its norm stands, it stands before the sublayer
         is_before = part.before is not None or (part.norm is not None and not (part.after or part.branch))
         return ResidualSpec(
             before=[norm()] if is_before else [],
@@ -57,7 +59,8 @@ class OwnForm(Scheme):
         )
 
     def stack(self, place: Place) -> StackSpec:
-        size = place.layers + 1  # x and the output of each layer
+        """Returns the model's own norm after the stack, and if `is_wide` the additions that change no result."""
+        size = place.layers + 1  # the sum is over x and the output of each layer
         eye = [float(i == j) for i in range(size) for j in range(size)]
         combine = Combine(Learned("combine.weight", eye, (size, size)), skips_first=True) if self.is_wide else None
         return StackSpec(combine=combine, streams=[None] if self.is_wide else [], end=[norm()] if self.has_end else [])
@@ -180,11 +183,13 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, alias: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor:
+        """Returns a view of `alias`, so that autograd calls `backward` with the view's gradient."""
         ctx.accumulate = accumulate
         return alias.view_as(alias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
+        """Hands the gradient to `accumulate`, and passes none on."""
         ctx.accumulate(gradient)
         return None, None
 
@@ -204,7 +209,7 @@ def _tapped(model: nn.Module, groups: list[Group], table: Gradients) -> Iterator
             new = (x if x.grad_fn is not None else x.detach().requires_grad_()).clone()
             new.register_hook(functools.partial(_accumulate, table, block))
             first[block] = x, new
-        elif x is not first[block][0]:  # another call, by a layer that shares the block or by recomputation
+        elif x is not first[block][0]:  # this is another call, by a layer that shares the block or by recomputation
             return None
         _, new = first[block]
         return exchanged(args, x, new), exchanged(kwargs, x, new)
@@ -249,10 +254,12 @@ def in_words(reason: Exception | None) -> str:
 
 
 def _largest(t: Tensor) -> float:
+    """Returns the largest magnitude in t; 0 if t is empty."""
     return t.abs().max().item() if t.numel() else 0.0
 
 
 def _root_of_mean(t: Tensor) -> float:
+    """Returns the root mean square of t."""
     return t.double().square().mean().sqrt().item()
 
 
@@ -274,6 +281,7 @@ def difference(
         gap, is_finite = a - b, torch.isfinite(a)
         if not is_finite.all():  # compare only the numbers that were finite before
             a, gap = a[is_finite], gap[is_finite]
+        # the sizes of the numbers before and of the differences
         scale, distance = (size_of(t) if t.numel() else 0.0 for t in (a, gap))
         # a distance of NaN is a difference, too
         if not distance <= error * max(scale, least):

@@ -106,7 +106,7 @@ def looks_like_a_norm(module: nn.Module) -> bool:
     and spectral norms do not count, since they change another layer's weight."""
     is_scripted = isinstance(module, torch.jit.ScriptModule)
     name = str(module.original_name) if is_scripted else type(module).__name__
-    is_named_so = re.search("norm(?!al|ed)", name, re.IGNORECASE) is not None  # not Normalize or Normed
+    is_named_so = re.search("norm(?!al|ed)", name, re.IGNORECASE) is not None  # Normalize and Normed do not count
     is_leaf = {name for name, _ in module.named_children()} <= {"parametrizations"}
     changes_weights = type(module).__module__.startswith("torch.nn.utils") and not is_parametrized(module)
     return is_named_so and is_leaf and not changes_weights
@@ -127,7 +127,7 @@ def _own_width(module: Any) -> int:
     return module.normalized_shape[0] if hasattr(module, "normalized_shape") else module.num_features
 
 
-# Norms without trial calls.
+# The functions below recognise norms of registered and known classes.
 
 
 def _registered(module: nn.Module, said: Any) -> RecognisedNorm | str:

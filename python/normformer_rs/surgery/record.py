@@ -190,7 +190,7 @@ class Record(TorchFunctionMode):
             name = "transpose_last"
         elif name == "__getitem__" and takes_all(args[1]) and out.shape == args[0].shape:
             name = "alias"
-        # one tensor times or divided by one number
+        # a factor is the number by which one tensor is multiplied or divided
         factor = numbers[0] if name in TIMES and len(given) == 1 and len(numbers) == 1 else None
         if factor is not None and "div" in name:
             factor = 1 / factor if factor else None  # x / 0 is no factor
@@ -249,7 +249,7 @@ class Record(TorchFunctionMode):
                 todo.append((identity, version - 1))
         return False
 
-    # Hooks of modules.
+    # `record` registers the methods below as hooks of modules.
 
     def count(self, module: nn.Module, _: Any) -> None:
         """Counts a module's call."""

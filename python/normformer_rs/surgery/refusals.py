@@ -48,6 +48,7 @@ def refuse(group: Group, place: Place, to: Any) -> None:
     takes = any(layer.takes for layer in place.declared.layers)  # a layer reads what an earlier one has kept
     joins_layers = place.declared.combine or place.declared.streams or place.declared.mixing or takes
     is_torchs = isinstance(group.blocks[0], tuple(TORCHS))
+    # registered blocks' converted forward, and torch.nn's layers outside a torch.nn stack, pass on x alone
     if joins_layers and (
         declaration_of(type(group.blocks[0])) or (is_torchs and type(group.holder) not in TORCH_STACKS)
     ):
@@ -55,11 +56,11 @@ def refuse(group: Group, place: Place, to: Any) -> None:
             f"{to} connects layers with each other, and the loop of {type(group.holder).__name__} does not: use "
             "normformer_rs.nn's TransformerEncoder and TransformerDecoder"
         )
-    late = next((b for b in group.blocks if not is_torchs and structure_of(b).reads_output), None)
-    if late is not None and (joins_layers or place.declared.end):
+    late_reader = next((b for b in group.blocks if not is_torchs and structure_of(b).reads_output), None)
+    if late_reader is not None and (joins_layers or place.declared.end):
         raise InputError(
-            f"a {type(late).__name__} of {group.path} reads its residual stream after the last addition, and {to} ends "
-            "a stack in its own way: choose a scheme that has only x, and no norm after the last layer"
+            f"a {type(late_reader).__name__} of {group.path} reads its residual stream after the last addition, and "
+            f"{to} ends a stack in its own way: choose a scheme that has only x, and no norm after the last layer"
         )
     if group.end is not None and group.end.reads_elsewhere and joins_layers:
         name = f"{group.end.path}.{group.end.name}".lstrip(".")
@@ -99,6 +100,7 @@ def refuse(group: Group, place: Place, to: Any) -> None:
 def _is_local(place: Place) -> bool:
     """Returns whether a scheme treats each layer for itself, whatever the depth of the stack."""
     declared = place.declared
+    # the scheme's declaration for another depth shows whether it depends on the depth
     depths = {"encoder_layers": 2 * place.depth + 1, "decoder_layers": 2 * place.depth + 1}
     deeper = Place(place.config.replace(**depths), place.stack, kinds=place.kinds).declared
     of_stack = declared.begin or declared.end or declared.growth or StackResidual.carries_more(place)
@@ -106,31 +108,34 @@ def _is_local(place: Place) -> bool:
 
 
 def _forms(layers: Iterable[Any]) -> set[str]:
-    """Returns the different forms of layers that a scheme declares. To be the stack's last one is no difference."""
+    """Returns the different forms of layers that a scheme declares. Whether a layer is the stack's last one does not
+    count as a difference."""
     return {repr(layer).replace("last=True", "last=False") for layer in layers}
 
 
 def refuse_roles(group: Group, init: str | None) -> None:
     """Raises InputError if blocks are to be re-initialised (`init` is not None) and a matrix's role is unknown."""
-    way = "init=None keeps their weights"
+    advice = "init=None keeps their weights"
     for name, block in zip(group.names, group.blocks):
-        found = None if isinstance(block, tuple(TORCHS)) else structure_of(block)
-        if found is None or init is None:
+        structure = None if isinstance(block, tuple(TORCHS)) else structure_of(block)
+        if structure is None or init is None:
             continue
-        if found.no_roles:
-            raise InputError(f"what the matrices of {name} are for could not be read ({found.no_roles}): {way}")
-        unclear = next((x.path for part in found.parts for x in (*part.linears, *part.experts) if x.is_unclear), None)
+        if structure.no_roles:
+            raise InputError(f"what the matrices of {name} are for could not be read ({structure.no_roles}): {advice}")
+        unclear = next(
+            (x.path for part in structure.parts for x in (*part.linears, *part.experts) if x.is_unclear), None
+        )
         if unclear is not None:
             raise InputError(
                 f"{name}.{unclear} is a factor of a product, and the run does not show which factor goes through the "
-                f"activation, so that their initial values cannot be told apart: {way}"
+                f"activation, so that their initial values cannot be told apart: {advice}"
             )
 
 
 def _refuse_shared(group: Group, place: Place, to: Any) -> None:
-    """Raises InputError if layers share a block and the scheme treats layers differently, or if the scheme has
-    something for a whole pass through the stack, and its begin and end are not seen."""
-    layers = _forms(place.declared.layers)
+    """Raises InputError if layers share a block and the scheme treats layers differently, or if the scheme does
+    something at the begin or end of a pass through the stack, and the stack's calls do not show these."""
+    forms = _forms(place.declared.layers)
     growth = place.declared.growth is not None and place.declared.growth.by_layer
     shared = next((b for b in group.blocks if structure_of(b).calls > 1), None)
     if shared is not None and len(group.blocks) > 1:
@@ -138,7 +143,7 @@ def _refuse_shared(group: Group, place: Place, to: Any) -> None:
             f"the model runs the {len(group.blocks)} blocks of {group.path} several times in a row, and which of its "
             f"{place.depth} layers runs then is known only where one block is all of them: {to} is not possible here"
         )
-    if shared is not None and (growth or len(layers) > 1):
+    if shared is not None and (growth or len(forms) > 1):
         raise InputError(
             f"{to} treats each of {place.depth} layers differently, and they share a {type(shared).__name__} of "
             f"{group.path}: choose a scheme whose layers are alike"
@@ -160,13 +165,14 @@ def _refuse_inside(group: Group, place: Place, to: Any) -> None:
     """Raises InputError if the scheme changes tensors inside sublayers at points that these blocks do not expose."""
     asked = {option: getattr(place.config, option) for option in ("qk_norm", "qk_l2norm", "v_norm")}
     option = next((option for option, value in asked.items() if value), None)
+    # the scheme or the option that acts there, for the message
     what = to if option is None else "qk_norm=True" if option == "qk_norm" else option
-    way = "choose another scheme" if option is None else "leave it out"
+    advice = "choose another scheme" if option is None else "leave it out"
     for i, block in enumerate(group.blocks):
         kind = type(block).__name__
         if (why := structure_of(block).no_roles) and any(s.inside for s in place.at(i).sublayers):
             raise InputError(
-                f"{what} acts inside sublayers, and what {kind}'s matrices are for is unknown ({why}): {way}"
+                f"{what} acts inside sublayers, and what {kind}'s matrices are for is unknown ({why}): {advice}"
             )
         for part, sublayer in zip(parts_of(block), place.at(i).sublayers):
             for point in sublayer.inside:
@@ -175,15 +181,15 @@ def _refuse_inside(group: Group, place: Place, to: Any) -> None:
                 if is_hidden or (point in BEFORE_PRODUCTS and point not in PROJECTIONS):
                     raise InputError(
                         f"{what} acts between projections and products of attention, and the run of {kind} does not "
-                        f"show which columns of one layer's output are each head's {point}: {way}"
+                        f"show which columns of one layer's output are each head's {point}: {advice}"
                     )
                 if part.is_parallel and point != "input":
                     raise InputError(
                         f"{what} acts inside attention or feed-forward, and {kind} adds both at once, as one branch: "
-                        f"{way}"
+                        f"{advice}"
                     )
                 if point not in (*PROJECTIONS, "input") and point not in POINTS:
-                    raise InputError(f"{what} acts at {point} of attention, which {kind} does not expose: {way}")
+                    raise InputError(f"{what} acts at {point} of attention, which {kind} does not expose: {advice}")
                 if point in POINTS:
                     path_of(block, part, POINTS[point][0])  # raises if no layer, or several, have that role
 
@@ -200,7 +206,7 @@ def _removed(block: nn.Module, place: Place) -> list[str]:
 
 
 def _replaced(block: nn.Module, place: Place) -> list[str]:
-    """Returns the paths of the block's norms that do not stay in their places."""
+    """Returns the paths of the block's norms that do not stay in their places under the scheme."""
     parts, sublayers = parts_of(block), place.sublayers
     stay, _ = norms_of(parts, sublayers)
     twins = {path for part, own in zip(parts, sublayers) if only_norm(own.before) is not None for path in part.twins}
@@ -208,7 +214,7 @@ def _replaced(block: nn.Module, place: Place) -> list[str]:
 
 
 def _reclassed(group: Group) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules whose class the conversion changes, with their names."""
+    """Yields the modules whose class the conversion changes, as (name, module)."""
     for name, block in zip(group.names, group.blocks):
         yield name, block
         if isinstance(block, tuple(TORCHS)):

@@ -54,7 +54,7 @@ class Pass:
         self.seen: dict[tuple[str, int], int] = {}
         """(kind, number of writing additions before) → how many operations of the kind ("+" or "*") came since."""
         self.totals: dict[tuple[str, int], int] = {}
-        """What `seen` held at the end of the call."""
+        """The content of `seen` at the end of the call."""
 
     def shown(self, rows: Tensor) -> Tensor:
         """Returns rows in the block's layout: a block of images has the channels in the second dimension."""
@@ -76,7 +76,7 @@ class Pass:
         """Counts the operation under way and returns its number as in `Structure.reads`, which also counts the
         additions of sublayers that this call leaves out."""
         number = self.seen.get((what, written), 0)
-        if self.is_over and (what, written) in self.totals:  # a recomputation counts anew
+        if self.is_over and (what, written) in self.totals:  # a recomputation begins to count at 0
             number %= self.totals[what, written]
         self.seen[what, written] = number + 1
         return self.recorded[written], number
@@ -138,6 +138,8 @@ class Stream(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of torch that has a stream among its arguments. Additions to the stream end a sublayer as
+        the scheme says, reshapes and casts return the stream, and others get the tensor that the sublayer reads."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():
             if _is_used_after_call(args):
@@ -225,6 +227,7 @@ class _Around(Stream):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Calls an operator on the wrapped tensors."""
         return func(*tree_map(_unwrapped, args), **tree_map(_unwrapped, kwargs or {}))
 
 
@@ -349,6 +352,7 @@ class Identity(nn.Identity):
     sublayer reads."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns the tensor that the sublayer reads for the stream, and any other tensor as it is."""
         return read(x, self) if isinstance(x, Stream) else x
 
 
@@ -362,6 +366,7 @@ class StreamNorm(Converted):
     """The norm's own class, whose operator may be used in place of a call."""
 
     def __init_subclass__(cls) -> None:
+        """Gives the converted class a forward with the signature of the norm's own."""
         cls.computes_as, own = cls._nfrs_kind, cls._nfrs_kind.forward
 
         @functools.wraps(own)

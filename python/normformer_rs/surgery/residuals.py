@@ -223,7 +223,7 @@ def _swap(
     return Swaps(title, rows, edits)
 
 
-# The plans.
+# The functions below make the plans of a swap, and check them.
 
 
 def _plans(
@@ -238,7 +238,8 @@ def _plans(
     for group in groups:
         shape = shape_of(group.blocks[0])
         if decoders:  # some blocks attend to an encoder's output, so the other ones are encoders
-            encoder_group = group if not group.has_memory else (encoders or decoders)[0]  # encoders may differ in depth
+            # encoders may differ in depth; decoders take that of the first
+            encoder_group = group if not group.has_memory else (encoders or decoders)[0]
             if depth is None:
                 encoder, decoder = encoder_group.depth, decoders[0].depth
             else:
@@ -330,7 +331,7 @@ def _take_over_options(stack: nn.Module, existing: set[Any], like: nn.Module) ->
     def options_of(norm: Any) -> dict[str, Any]:
         return {name: getattr(norm, name) for name in norm.declared.options}
 
-    if not isinstance(getattr(like, "declared", None), NormSpec):  # it is none of this package's norms
+    if not isinstance(getattr(like, "declared", None), NormSpec):  # `like` is none of this package's norms
         return
     alike = [
         (p, name, child) for p in stack.modules() for name, child in p._modules.items() if type(child) is type(like)
@@ -416,7 +417,7 @@ def _is_foreign(group: Group) -> bool:
     return not isinstance(group.blocks[0], tuple(TORCHS)) and declaration_of(type(group.blocks[0])) is None
 
 
-# Converting.
+# The functions below convert blocks to the scheme.
 
 
 _OURS = {
@@ -432,7 +433,7 @@ def _convert_torchs(group: Group, place: Place, edits: Edits, _: bool) -> list[R
     notes, holder = [], group.holder
     in_stack = type(holder) in TORCH_STACKS
     for i, layer in enumerate(group.blocks):
-        for module in layer.modules():  # all of them, since linear layers are re-initialised later
+        for module in layer.modules():  # all modules, since the linear layers are re-initialised later
             edits.remember(module)
         with_stock_forward = [module for module in layer.children() if own_forward(module) is None]
         reclass(layer, _OURS[type(layer)])

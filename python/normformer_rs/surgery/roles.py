@@ -157,7 +157,7 @@ class _Reader:
         for row in rows:
             self.owned[i][row].add((role, head))
 
-    # Queries, keys and values.
+    # The methods below find queries, keys and values.
 
     def _attention(self, attention: Attention) -> None:
         """Notes which rows compute the queries, keys and values of an attention, its number of heads, and the factor of
@@ -183,7 +183,7 @@ class _Reader:
         by_matrix = zip(queries.values(), query_rows)
         counts = {len(sets) if sum(map(len, sets)) == len(rows) else 0 for sets, rows in by_matrix}
         if len(query_rows) == 1:
-            count = len(query_rows[0]) // attention.q.shape[-1]  # all rows, by the rows of one head
+            count = len(query_rows[0]) // attention.q.shape[-1]  # the number of rows divided by that of one head
         else:
             count = counts.pop() if len(counts) == 1 else 0  # 0: unknown
         for i in {i for heads in heads_of_role.values() for i in heads}:
@@ -222,7 +222,7 @@ class _Reader:
         with_equal_rows = [g for g in found.values() if g.dim() == x.dim() and g.shape[-2] == x.shape[-2]]
         return any(bool((g[..., :-1, :] != 0).any()) for g in with_equal_rows)
 
-    # Feed-forwards.
+    # The methods below find the matrices of feed-forwards.
 
     def _feed_forwards(self, again: Callable[[Any], Trace | None]) -> None:
         """Finds the matrices that a feed-forward's last matrix reads, and distinguishes fc1 from the gate. If the last
@@ -288,7 +288,7 @@ class _Reader:
                 derivatives = torch.autograd.grad(total, outputs, retain_graph=True, allow_unused=True)
                 for (j, before), now in zip(found.items(), derivatives):
                     if now is not None:
-                        # equal up to a few roundings
+                        # a derivative stays if it is equal up to a few roundings
                         stays = (now - before).abs() <= 4 * torch.finfo(now.dtype).eps * before.abs()
                         kept_here = patterns[j][repetition] & stays & (before != 0)
                         kept[i, j] += kept_here.reshape(-1, kept_here.shape[-1]).sum(0).cpu()

@@ -47,7 +47,7 @@ class Linear(NamedTuple):
         if not self.rows:
             share, first = size // len(self.roles), self.roles.index(role)
             return [*range(first * share, (first + 1) * share)]
-        roles = [rows.role for rows in self.rows for _ in range(rows.size)]
+        roles = [rows.role for rows in self.rows for _ in range(rows.size)]  # the role of each row
         return [i for i, row_role in enumerate(roles) if row_role == role]
 
     def __str__(self) -> str:
@@ -76,7 +76,8 @@ class Part(NamedTuple):
         before, after, branch: the paths of its norms, by place: F(N(x)), N(x + F(x)), N(F(x)).
         twins: if parallel branches have norms of their own, the paths of those beside `before`.
         reads_past: F also reads x without its norm.
-        memory: the block's argument that cross-attention reads. A call without it leaves the sublayer out.
+        memory: the name of the block's argument that cross-attention reads, such as an encoder's output. A call without
+            it leaves the sublayer out.
         is_parallel: F is a sum of branches, such as attention and a feed-forward.
         alpha: the number that multiplies x.
         experts: parameters that stack one matrix for each expert, with their roles.

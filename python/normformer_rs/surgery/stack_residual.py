@@ -63,7 +63,7 @@ class StackResidual(Growing):
     def _declared(self) -> list[NormAt | Learned]:
         """Returns the scheme's norms and parameters for the whole stack, except those of the learned sums."""
         declared = self.place.declared
-        end_norms = (norm for norm in declared.streams if norm is not None)  # of the further streams
+        end_norms = (norm for norm in declared.streams if norm is not None)  # each further stream may end with a norm
         own = [*parts_of((*declared.begin, *self.end)), *end_norms]
         return own + parts_of(declared.mixing)
 
@@ -92,7 +92,7 @@ class StackResidual(Growing):
         takes = any(layer.takes for layer in declared.layers)
         return bool(declared.streams or declared.combine or declared.mixing or takes)
 
-    # Between the blocks.
+    # The methods below run between the blocks.
 
     def number(self, x: Tensor, own: int, is_shared: bool) -> tuple[int, bool]:
         """Returns the layer's number in this call of a block, and whether the stack begins with it. `own`: the block's
@@ -195,7 +195,7 @@ class StackResidual(Growing):
         kept = dict(zip(names, others[len(others) - len(names) :], strict=True))
         others = others[: len(others) - len(names)]
         x = first.unflatten(-1, (hyper, d)) if hyper > 1 else first
-        count = len(others) if declared.mixing is not None else len(declared.streams)  # of further streams
+        count = len(others) if declared.mixing is not None else len(declared.streams)  # the number of further streams
         # Under Dynamo `others` is a tuple, hence the conversions.
         return Streams(x, tuple(others[:count])), list(others[count:]), kept
 

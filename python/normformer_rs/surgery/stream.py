@@ -15,7 +15,7 @@ from .blocks import full_name, is_transposed, parent_of, projection
 from .handover import has_accelerates_hook, own_forward
 from .spec import Part
 
-_AFFINE = (
+_AFFINE = (  # the forwards of layers that `Matrix` can edit
     *(kind.forward for kind in (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)),
     *(kind.forward for kind in (nn.MultiheadAttention, nfnn.MultiheadAttention)),
 )
@@ -53,6 +53,7 @@ class Matrix(NamedTuple):
         return None if bias is None else self._shared(bias.detach())
 
     def _shared(self, outputs: Tensor) -> Tensor:
+        """Returns the share of a tensor whose first dimension is the outputs."""
         return outputs if self.share is None else outputs.narrow(0, *self.share)
 
     def take_in(self, gain: Tensor | None, bias: Tensor | None) -> None:
@@ -86,9 +87,10 @@ class Matrix(NamedTuple):
         if self.weight not in self.parameters or not (conv1d or kind.forward in _AFFINE):
             what = full_name(kind) if kind.__name__ in _PLAIN_NAMES else kind.__name__  # PEFT has a Linear, too
             return f"{self.name} is a {what}, and no plain linear layer"
-        odd = next((p for p in self.parameters.values() if not (_is_plain(p) and p.is_floating_point())), None)
-        if odd is not None:
-            return f"{self.name} has a {type(odd).__name__} of {odd.dtype}, which cannot be edited in place"
+        uneditable = next((p for p in self.parameters.values() if not (_is_plain(p) and p.is_floating_point())), None)
+        if uneditable is not None:
+            kind_of_tensor = type(uneditable).__name__
+            return f"{self.name} has a {kind_of_tensor} of {uneditable.dtype}, which cannot be edited in place"
         if getattr(self.owner, "max_norm", None) is not None:
             return f"{self.name} has max_norm, which rescales its weight at each look-up"
         return disturbed(self.name, self.owner)
@@ -105,8 +107,8 @@ def disturbed(name: str, module: nn.Module) -> str:
 
 def matrices(block: nn.Module, name: str, part: Part, roles: Iterable[Role]) -> list[Matrix]:
     """Returns the matrices of a sublayer that have one of these roles. If only some outputs of a linear layer do, its
-    matrix has only these. Errors: InputError if a layer's roles are unknown, or its rows with these roles are not
-    adjacent."""
+    matrix has only these. `name`: the block's path, or "" if paths in messages are to begin at the block. Errors:
+    InputError if a layer's roles are unknown, or its rows with these roles are not adjacent."""
     found, wanted = [], {*roles}
     for linear in part.linears:
         owner, weight, bias = projection(block, linear.path)

@@ -177,6 +177,7 @@ class _Reader:
     """Reads a block's structure from one of its recorded calls."""
 
     def __init__(self, block: nn.Module, run_record: Record, call: Call, roles: Roles) -> None:
+        """Takes the record of the run, the call in it that is read, and the roles of the model's matrices."""
         self.block, self.call, self.roles = block, call, roles
         self.record, self.nodes, self.made = run_record, run_record.nodes, run_record.made
         self.paths: dict[nn.Module | None, str] = {module: name for name, module in block.named_modules()}
@@ -472,7 +473,7 @@ class _Reader:
                 since += 1
         return frozenset(found)
 
-    # One sublayer.
+    # The methods below describe one sublayer.
 
     def _moving(self, steps: list[Step]) -> set[nn.Module]:
         """Returns the modules of dropout and stochastic depth that are called only at the ends of branches."""
@@ -510,7 +511,7 @@ class _Reader:
         if len(after) > 1:
             raise Unaccounted(f"two norms follow each other on the stream, {after[0]} and {after[1]}")
         tails = [self._tail(branch) for branch in branches]
-        tail = tails[0] if len(tails) == 1 else Tail()  # what ends one of several branches does not end their sum
+        tail = tails[0] if len(tails) == 1 else Tail()  # the end of one of several branches is not that of their sum
         # torch.add(x, f, alpha=…) multiplies its second operand; if that is the only branch, alpha is part of β
         scaled = next((step for step in group if step.node.alpha != 1.0), None)
         if scaled is not None and (len(branches) > 1 or scaled.branch != scaled.node.inputs[1]):
@@ -703,7 +704,7 @@ class _Reader:
         of their rows, and its kind: cross-attention, self-attention or feed-forward. `ends`: the branch's last
         matrices; `reads_memory`: whether attention reads another tensor than the stream."""
         found = [(path, owner, matrix) for path, owner in self.matrices(nodes) if (matrix := self.roles.of(owner))]
-        # a matrix computes heads, or the last one reads attention's output or mixes tokens
+        # in attention a matrix computes heads, or the last one reads attention's output or mixes tokens
         is_attention = reads_memory or any(
             matrix.heads or (owner in ends and (matrix.reads_attention or matrix.mixes)) for _, owner, matrix in found
         )

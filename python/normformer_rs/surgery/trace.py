@@ -128,6 +128,8 @@ class Trace(TorchFunctionMode):
         return made
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of torch. Records views of parameters, products and softmaxes, and returns the outputs of
+        matrices and attentions as new leaves."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "") or str(func)
         out = self._recorded(name, args)
@@ -170,7 +172,7 @@ class Trace(TorchFunctionMode):
         has_same_matrix = len(args) > 1 and args[1] is before.owner
         return before.leaf.detach() if has_same_matrix and args[0].shape[:-1] == before.leaf.shape[:-1] else None
 
-    # The origin of tensors: parameters, views of them, constants.
+    # The methods below find out whether a tensor is a parameter, a view of one, or a constant.
 
     def _follow_constants(self, name: str, given: list[Tensor], out: Any) -> None:
         """Adds an operation's outputs to `constants` if all of its inputs are constant."""
@@ -249,7 +251,7 @@ class Trace(TorchFunctionMode):
         self.alive.append(made)
         return made
 
-    # Attention.
+    # The methods below find attentions.
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, scores: Tensor, out: Tensor) -> Tensor:
         """Records an attention, and returns its output as a new leaf."""

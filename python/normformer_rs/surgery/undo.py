@@ -82,7 +82,7 @@ class Edits:
         self._before: dict[nn.Module, _Module] = {}
         self._after: dict[nn.Module, _Module] = {}
         self._back: list[Callable[[], None]] = []  # functions that `undo` calls, the last one first
-        self._values: dict[Tensor, tuple[Tensor, bool]] = {}  # as `State.values`
+        self._values: dict[Tensor, tuple[Tensor, bool]] = {}  # has the form of `State.values`
         self._written: list[tuple[Tensor, int | None]] = []
         """Each parameter and buffer with its checksum when the changes were complete."""
         self._places: list[tuple[Tensor, torch.device, torch.dtype]] = []
@@ -225,7 +225,7 @@ class Edits:
 
     def _bring_buffers_along(self, swapped: set[int]) -> None:
         """Moves restored buffers to the device that the model was given since the swap."""
-        devices = {device: p.device for p, device, _ in self._places}  # right after the swap → now
+        devices = {device: p.device for p, device, _ in self._places}  # device right after the swap → device now
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in swapped:

@@ -46,6 +46,7 @@ def unit_matrices_(model: nn.Module, tables: Iterable[nn.Module] | None = None) 
     Source: Loshchilov et al. 2024; docs/spec.md §4.9.
     """
     names = {id(p): name for name, p in model.named_parameters()}
+    # identity of a matrix → (the matrix, the dimension along which its vectors lie)
     found = {id(p): (p, dimension) for p, dimension in _of_blocks(model)}
     if not found:
         raise InputError(
@@ -56,7 +57,7 @@ def unit_matrices_(model: nn.Module, tables: Iterable[nn.Module] | None = None) 
         weight = _weight_of(table)
         if weight is None or id(weight) not in names:
             raise InputError(f"tables: a {type(table).__name__} has no table (V, d) among the model's parameters")
-        found[id(weight)] = weight, 1
+        found[id(weight)] = weight, 1  # the rows of a table are vectors
     for p, dimension in found.values():
         p.div_(p.norm(dim=dimension, keepdim=True).clamp_min(_LEAST))
     return [names[one] for one in found]
@@ -77,6 +78,7 @@ def _weight_of(module: Any) -> nn.Parameter | None:
 def _of_blocks(model: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
     """Yields each matrix, and the dimension along which its vectors lie."""
     for path, module in model.named_modules():
+        # a `normformer_rs.Transformer` names its matrices by this method
         dimensions: Any = getattr(module, "_unit_dimensions", None)
         if dimensions is None:
             yield from _of_block(path, module)
@@ -88,10 +90,10 @@ def _of_blocks(model: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
 def _of_block(path: str, block: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
     """Yields each matrix of a block, and the dimension along which its vectors lie: columns for matrices that write the
     residual stream, rows for all others. Yields nothing if the module is no known block."""
-    own = residual_of(block)
+    residual = residual_of(block)
     torchs = torchs_parts(block) if isinstance(block, tuple(TORCHS)) else ()
-    parts = torchs if own is None else own.structure.parts
-    if own is not None and (unknown := unreached(block)):
+    parts = torchs if residual is None else residual.structure.parts
+    if residual is not None and (unknown := unreached(block)):
         raise InputError(f"{path}.{unknown[0]} is neither of attention nor of a feed-forward: its unit is not known")
     for part in parts:
         for linear in part.linears:

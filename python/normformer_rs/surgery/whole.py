@@ -100,7 +100,7 @@ class State:
     def _settle(self) -> None:
         """Completes the change or restores everything. Signals that arrive meanwhile are raised at the end."""
         try:
-            if threading.current_thread() is threading.main_thread():  # only it may set handlers
+            if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
                 for number in signal.valid_signals():
                     handler = signal.getsignal(number)
                     if callable(handler) and handler != self._defer:
