@@ -166,7 +166,7 @@ PLANTED = [
         "surgery/block_residual.py",
         "f = f / self.parts[i].beta",
         "f = f * 1.0",
-        ("surgery/test_recomputed.py::test_a_number_on_the_branch_goes_before_the_scheme_norms_it",),
+        ("surgery/test_second_route.py::test_a_number_on_the_branch_goes_before_the_scheme_norms_it",),
     ),
     Planted(
         "What stays is a row",

@@ -1,6 +1,6 @@
 """Modules whose one forward runs through all layers, as x-transformers' and vit-pytorch's do.
 
-What every scheme computes in them is in test_recomputed.py, by the zoo's models "in a part".
+What every scheme computes in them is in test_second_route.py, by the zoo's models "in a part".
 """
 
 import copy

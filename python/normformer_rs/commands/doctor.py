@@ -11,6 +11,7 @@ from . import Command, versions
 
 def parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs doctor`."""
+
     def add(parser: argparse.ArgumentParser) -> None:
         pass  # the command has no flags
 

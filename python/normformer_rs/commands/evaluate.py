@@ -12,6 +12,7 @@ from .options import add_model
 
 def parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs evaluate`."""
+
     def add(parser: argparse.ArgumentParser) -> None:
         bleu = parser.add_argument_group("BLEU of translations")
         bleu.add_argument("--hypothesis", metavar="FILE", help="Translations, one a line.")

@@ -9,6 +9,7 @@ from .beforehand import check_model
 
 def parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs export`."""
+
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--model", metavar="DIR", required=True, help="The --output of training.")
         names = "best, last, average or an update's number. Default: best."

@@ -20,6 +20,7 @@ from .options import HELP, UsageError
 
 def parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs fairseq`."""
+
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("command", metavar="COMMAND", help=f"One of {', '.join(COMMANDS)}.")
         rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="The arguments of fairseq-COMMAND.")
@@ -97,6 +98,7 @@ def check(command: str, arguments: Sequence[str]) -> None:
 
 def user_dir_parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs fairseq-user-dir`."""
+
     def run(_: argparse.Namespace) -> None:
         text.check_writable(text.STANDARD)
         print(Path(__file__).parents[1] / "fairseq_plugin")

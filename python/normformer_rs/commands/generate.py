@@ -15,6 +15,7 @@ from .options import add_flags, add_model, given
 
 def parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs generate`."""
+
     def add(parser: argparse.ArgumentParser) -> None:
         add_model(parser, required=True)
         prompts = parser.add_mutually_exclusive_group()

@@ -9,6 +9,7 @@ from . import Command
 
 def parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs text`."""
+
     def add(parser: argparse.ArgumentParser) -> None:
         ends = ", ".join(text.RECORDS)
         about = f"A file ({ends}; plain or gzip), or the name of a data set of the Hugging Face hub."

@@ -12,6 +12,7 @@ from .beforehand import check_average, check_model
 
 def average_parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs average`."""
+
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--model", metavar="DIR", required=True, help="The --output of training.")
         which = parser.add_mutually_exclusive_group(required=True)
@@ -32,6 +33,7 @@ def _average(args: argparse.Namespace) -> None:
 
 def plot_parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs plot`."""
+
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("runs", metavar="RUN", nargs="+", help="The --output of training; several are overlaid.")
         where = (
@@ -54,6 +56,7 @@ def _plot(args: argparse.Namespace) -> None:
 
 def convert_parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs convert`."""
+
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--from", dest="origin", metavar="PATH", required=True, help="A .pt, or a run's --output.")
         parser.add_argument("--to", metavar="PATH", required=True, help="A new --output folder, or a new .pt.")

@@ -28,6 +28,7 @@ _COMMAND = {"preset", "output"}
 
 def parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs train`."""
+
     def add(parser: argparse.ArgumentParser) -> None:
         parser.usage = "%(prog)s --output DIR [OPTION …]"
         kinds = (DataConfig, TransformerConfig, TrainingConfig)
@@ -155,6 +156,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
 
 def demo_parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs demo`."""
+
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--output", metavar="DIR", default="runs/demo", help="Default: runs/demo.")
         parser.add_argument("--updates", metavar="N", type=int, help=f"Default: {demo.TRAINING['updates']}.")

@@ -14,6 +14,7 @@ from .options import add_flags, add_model, given
 
 def parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs translate`."""
+
     def add(parser: argparse.ArgumentParser) -> None:
         add_model(parser, required=True)
         source = parser.add_mutually_exclusive_group()

@@ -40,14 +40,19 @@ def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str,
     >>> model.config.normformer_rs
     {'norm': 'scalenorm', 'swaps': [{'swap_norms': 'scalenorm'}]}
     """
-    _copy_configs(model, edits)
+    around = _around(model)
+    _copy_configs(model, around, edits)
     _publish_with_card(model, edits)
     # a swap that does not change what the model computes marks only the model's own configuration
     keeps = how is not None and keeps_function({"swaps": [how]})
-    for whole in () if keeps else _wholes(model):
+    ours = {id(config) for config in configs_of(model)}
+    for whole in () if keeps else around:
+        config = vars(whole).get("config")
+        if not hasattr(config, "to_json_file") or id(config) in ours:
+            continue
         assert edits.state is not None
         edits.state.keep_dicts(map(vars, whole.modules()))
-        _copy_configs(whole, edits)
+        _copy_configs(whole, _around(whole), edits)
         _publish_with_card(whole, edits)
         config = vars(whole)["config"]
         for key, value in ((what, name), ("part", True)):
@@ -72,32 +77,33 @@ def _publish_with_card(model: nn.Module, edits: Edits) -> None:
             vars(module)[UPLOAD] = functools.partial(upload, type(module))
 
 
-def _wholes(model: nn.Module) -> list[nn.Module]:
-    """Returns the Hugging Face models that contain this one and have a configuration of their own."""
-    ours = {id(config) for config in configs_of(model)}
-    wholes = []
-    # a module does not know what contains it, so all objects of the process are looked through
-    are_modules: dict[type, bool] = {}  # kept by type: a process has millions of objects of some thousands of types
-    for candidate in gc.get_objects():
-        kind = type(candidate)
-        if kind not in are_modules:
-            are_modules[kind] = issubclass(kind, nn.Module)
-        if not are_modules[kind] or candidate is model or "_modules" not in vars(candidate):
-            continue
-        config = vars(candidate).get("config")
-        is_saved = hasattr(config, "to_json_file") and id(config) not in ours
-        if is_saved and any(part is model for part in candidate.modules()):
-            wholes.append(candidate)
-    return wholes
+def _around(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules that contain this one, which does not know them: the garbage collector does."""
+    found: dict[nn.Module, None] = {}
+    todo = [model]
+    while todo:
+        part = todo.pop()
+        for children in gc.get_referrers(part):
+            # the dictionary of a module's children holds nothing but modules
+            if not isinstance(children, dict) or not all(isinstance(m, nn.Module | None) for m in children.values()):
+                continue
+            holders = gc.get_referrers(children)
+            # Python reports as referrer either an object or the dictionary of its attributes
+            attributes = [one for one in holders if isinstance(one, dict) and one.get("_modules") is children]
+            owners = [*holders, *(one for held in attributes for one in gc.get_referrers(held))]
+            new = [one for one in owners if isinstance(one, nn.Module) and vars(one)["_modules"] is children]
+            todo += [one for one in new if one not in found]
+            found |= dict.fromkeys(new)
+    return [*found]
 
 
 _OWN: "weakref.WeakKeyDictionary[nn.Module, dict[int, Any]]" = weakref.WeakKeyDictionary()
 """For each module, the copied configurations that only its model has: identity → configuration."""
 
 
-def _copy_configs(model: nn.Module, edits: Edits) -> None:
-    """Replaces a model's configurations by copies, since other models may share them. Modules that contain the model
-    and have the same configurations get the same copies."""
+def _copy_configs(model: nn.Module, around: Iterable[nn.Module], edits: Edits) -> None:
+    """Replaces a model's configurations by copies, since other models may share them. The modules `around` it, which
+    contain it, get the same copies where they have the same configurations."""
     modules = dict.fromkeys(model.modules())
     # identities of the copies that this model has already, and of those that any model has
     copied_before = {number for module in modules for number in _OWN.get(module, ())}
@@ -113,18 +119,11 @@ def _copy_configs(model: nn.Module, edits: Edits) -> None:
             copied.__class__ = swapped_class(type(copied))
     for number in copies.keys() & copied_for_any:
         vars(copies[number]).pop(KEY, None)  # these marks belong to another model
-    own = {id(vars(module)) for module in modules}  # identities of the dictionaries of the model's own attributes
-    # Python reports as referrer either an object or the dictionary of its attributes
-    referrers = [r if isinstance(r, dict) else getattr(r, "__dict__", {}) for r in gc.get_referrers(*configs)]
-    # the attributes of each module outside the model that contains it and has one of these configurations
-    around = [
-        attributes
-        for attributes in referrers
-        if isinstance(attributes.get("_modules"), dict) and id(attributes) not in own and _holds(attributes, model)
-    ]
-    edits.state.keep_dicts(around)
-    originals = {id(copies[id(config)]): config for config in configs}  # identity of a copy → its original
-    holders: list[Any] = [*map(vars, (*modules, *copies.values())), *around]
+    # the attributes of each module around the model that has one of these configurations
+    outside = [vars(one) for one in around if any(id(value) in copies for value in vars(one).values())]
+    edits.state.keep_dicts(outside)
+    originals = {id(copies[id(config)]): config for config in configs}
+    holders: list[Any] = [*map(vars, (*modules, *copies.values())), *outside]
 
     def back() -> None:
         """Puts the original configurations back, unless something was written into the copies since."""
@@ -137,8 +136,8 @@ def _copy_configs(model: nn.Module, edits: Edits) -> None:
     for held_by in holders:
         held_by.update(_exchanged(held_by, copies))
     edits.afterwards(back)
-    for module in (*modules, *(child for attributes in around for child in _below(attributes))):
-        _OWN.setdefault(module, {}).update((id(copied), copied) for copied in copies.values())
+    for module in (*modules, *(child for held in outside for child in _below(held))):
+        _OWN.setdefault(module, {}).update((id(one), one) for one in copies.values())
 
 
 def _exchanged(held: dict[str, Any], new: Mapping[int, Any]) -> dict[str, Any]:
@@ -149,11 +148,6 @@ def _exchanged(held: dict[str, Any], new: Mapping[int, Any]) -> dict[str, Any]:
 def _below(held: dict[str, Any]) -> Iterable[nn.Module]:
     """Yields all modules below a module, which is given by its attributes."""
     return (part for child in held["_modules"].values() if child is not None for part in child.modules())
-
-
-def _holds(held: dict[str, Any], model: nn.Module) -> bool:
-    """Returns whether a module, which is given by its attributes, contains the model."""
-    return any(part is model for part in _below(held))
 
 
 def _write(config: Any, what: str, name: Any) -> None:

@@ -4,7 +4,7 @@ results must not change."""
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -122,6 +122,8 @@ class Observed(NamedTuple):
     has_backward: bool = True
 
 
+NO_SHIFTS: Mapping[nn.Parameter, Tensor] = {}
+
 Look = Callable[[bool, bool], Observed]
 """A function (training, has_backward) that runs a model in that mode, with or without a backward pass."""
 
@@ -135,13 +137,30 @@ def in_both_modes(look: Look) -> dict[bool, Observed]:
     return {False: evaluated if is_same and trained.error is None else look(False, True), True: trained}
 
 
-def observe(model: nn.Module, run: Any, groups: list[Group], training: bool, has_backward: bool) -> Observed:
+def observe(
+    model: nn.Module,
+    run: Any,
+    groups: list[Group],
+    training: bool,
+    has_backward: bool,
+    shifts: Mapping[nn.Parameter, Tensor] = NO_SHIFTS,
+    beside: Sequence[nn.Module] = (),
+    is_double: bool = False,
+) -> Observed:
     """Returns the outputs and gradients of one run. The random state is the same for each run. The rate of dropout is
-    0, since the fused step draws other masks than torch."""
+    0, since the fused step draws other masks than torch. `shifts`: numbers that are added to parameters in this run.
+    `beside`: other models whose modules the run uses. With `is_double`, parameters and buffers are f64 in this run."""
     outputs: list[Tensor] = []
     gradients: Gradients = {}
-    with quietly(model), _undropped(model), torch.enable_grad(), _tapped(model, groups, gradients):
-        model.train(training)
+    with contextlib.ExitStack() as around:
+        for one in (model, *beside):
+            around.enter_context(quietly(one))
+            around.enter_context(_undropped(one))
+            one.train(training)
+            if is_double:
+                _double_buffers(one)
+        around.enter_context(torch.enable_grad())
+        around.enter_context(_tapped((model, *beside), groups, gradients, shifts, is_double))
         try:
             outputs = [t for t in tensors_in(run()) if t.is_floating_point()]
             followed = [t for t in outputs if t.requires_grad]
@@ -152,6 +171,14 @@ def observe(model: nn.Module, run: Any, groups: list[Group], training: bool, has
         except Exception as reason:  # a model may raise anything
             return Observed([t.detach() for t in outputs], {}, reason, has_backward)
     return Observed([t.detach() for t in outputs], gradients, None, has_backward)
+
+
+def _double_buffers(model: nn.Module) -> None:
+    """Replaces the model's buffers by f64 copies; `quietly` puts them back."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.double()
 
 
 @contextlib.contextmanager
@@ -195,9 +222,16 @@ class _Tap(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def _tapped(model: nn.Module, groups: list[Group], table: Gradients) -> Iterator[None]:
+def _tapped(
+    models: Sequence[nn.Module],
+    groups: list[Group],
+    table: Gradients,
+    shifts: Mapping[nn.Parameter, Tensor],
+    is_double: bool,
+) -> Iterator[None]:
     """Collects gradients in the table inside a `with` block: those of all parameters and of each first block's input.
-    Reentrant checkpoints need that input to require a gradient."""
+    Reentrant checkpoints need that input to require a gradient. `shifts`: numbers that are added to parameters;
+    `is_double`: parameters are f64."""
     first: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # block → (its input, the copy that replaces it)
 
     def enter(block: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -214,9 +248,15 @@ def _tapped(model: nn.Module, groups: list[Group], table: Gradients) -> Iterator
         _, new = first[block]
         return exchanged(args, x, new), exchanged(kwargs, x, new)
 
-    owners = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    own = [(m, name, p) for m in owners for name, p in m._parameters.items() if p is not None and p.requires_grad]
-    taps = {p: _Tap.apply(p.detach().requires_grad_(), functools.partial(_accumulate, table, p)) for _, _, p in own}
+    owners = [m for model in models for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    held = [(m, name, p) for m in owners for name, p in m._parameters.items() if p is not None]
+    own = [(m, name, p) for m, name, p in held if p.requires_grad or (is_double and p.is_floating_point())]
+    taps: dict[nn.Parameter, Any] = {}
+    for p in dict.fromkeys(p for _, _, p in own):
+        value = p.detach().double() if is_double else p.detach()
+        value = value + shifts[p] if p in shifts else value
+        tap = functools.partial(_accumulate, table, p)
+        taps[p] = _Tap.apply(value.requires_grad_(), tap) if p.requires_grad else value
     hooks = [g.blocks[0].register_forward_pre_hook(enter, with_kwargs=True) for g in groups]
     try:
         for module, name, p in own:
@@ -246,6 +286,15 @@ def differ(before: Observed, now: Observed) -> str | None:
         if message is not None:
             return message.replace("outputs differ", "gradients differ")
     return None
+
+
+def random_shifts(model: nn.Module, made: Sequence[nn.Module]) -> dict[nn.Parameter, Tensor]:
+    """Returns random numbers to add to parameters, so that no gain is 1 and no two are alike: to those of the modules
+    `made`, and to all vectors."""
+    generator = torch.Generator().manual_seed(0)
+    own = {p for module in made for p in module.parameters()}
+    sizes = {p: 0.3 if p in own else 0.1 for p in model.parameters() if p in own or p.dim() == 1}
+    return {p: (size * torch.randn(p.shape, generator=generator)).to(p) for p, size in sizes.items()}
 
 
 def in_words(reason: Exception | None) -> str:

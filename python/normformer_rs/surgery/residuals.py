@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +33,19 @@ from .init import count_weights, initialise, sign_of_training, silence_biases, u
 from .loops import LoopResidual
 from .marker import mark, warn_of_adapters
 from .optimizers import Exchange, Repoint
-from .proof import Look, Observed, OwnForm, in_both_modes, in_words, observe, prove
+from .proof import (
+    Look,
+    Observed,
+    OwnForm,
+    in_both_modes,
+    in_words,
+    observe,
+    prove,
+    random_shifts,
+)
 from .refusals import refuse, refuse_roles
 from .residual_stream import Identity, StreamNorm
+from .second_route import copied, disagreement
 from .spec import at, has
 from .stack_residual import StackCalls, StackResidual, show
 from .structure import named
@@ -62,7 +72,8 @@ def swap_residuals(
     branches to its input. The model runs on `example` several times. The first run finds which additions carry the
     residual stream, which norms stand there, and which linear layers make up each branch. The next runs are with the
     scheme that the blocks have, which must change neither outputs nor gradients, in evaluation and training mode. The
-    last runs are with the new scheme. torch.nn's layers need no run.
+    last runs are with the new scheme: they must give what the model from before the swap gives when the scheme's
+    equations take the places of its additions and norms. torch.nn's layers need no run.
 
     A block keeps its identity, its own forward, linear layers, dropouts, hooks and norms; norms that the scheme does
     not have become identities, and new norms are of the block's kind. A sum of attention and feed-forward, as in GPT-J,
@@ -153,6 +164,7 @@ def _swap(
             f"{edits.title} would draw first values for linear layers of {type(model).__name__} that look trained "
             f'({learned}): give init=None to keep their weights, or init="scheme" to draw them'
         )
+    base = copied(model) if seen and all(_is_provable(group) for group, _ in plans) else None
     # the model changes only from here on
     title, before = edits.title, dict(model.named_parameters())
     rows, existing = [], {*model.modules(), *before.values()}  # `existing`: modules and parameters before the swap
@@ -185,7 +197,7 @@ def _swap(
             rows.append(Row(group.names[i] or "(model)", old[i], f"{type(block).__name__}, {to}", note))
         rows += notes
     gone = {module for module in existing if isinstance(module, nn.Module)} - {*model.modules()}
-    _try(model, look, seen if plans else {}, to, gone)
+    _try(model, look, seen if plans else {}, to, gone, base, example)
     # re-initialise the linear layers, and give the optimizer the new parameters
     drawn: list[nn.Parameter] = []
     for group, place in plans if init is not None else ():
@@ -361,10 +373,10 @@ def _proven(
     model: nn.Module, stacks: Stacks, plans: list[tuple[Group, Place]], look: Look, seen: Mapping[bool, Observed]
 ) -> list[tuple[Group, Place]]:
     """Returns the plans whose blocks pass the proof: a swap to the scheme that they already have must not change the
-    model's results. Groups that fail are added to `stacks.unknown`. `look`: runs the model; `seen`: the model's results
-    before the swap, for training mode (True) and evaluation mode (False)."""
-    foreign = [group for group, _ in plans if _is_foreign(group) and structure_of(group.blocks[0]).is_found]
-    if not foreign or not seen or any(place_of(group.blocks[0]) is not None for group in foreign):
+    model's results. Groups that fail are added to `stacks.unknown`. `seen`: the model's results before the swap, for
+    training mode (True) and evaluation mode (False)."""
+    foreign = [group for group, _ in plans if _is_provable(group)]
+    if not foreign or not seen:
         return plans
     is_wide = any(StackResidual.carries_more(place) for _, place in plans)
 
@@ -383,38 +395,84 @@ def _proven(
     return plans
 
 
-def _try(model: nn.Module, look: Look, seen: Mapping[bool, Observed], to: Any, gone: set[nn.Module]) -> None:
-    """Runs the swapped model in the modes of `seen`, the results before the swap (True: training mode). Schemes that
-    act inside sublayers fail if the layers there do not have the roles that were found. `gone`: the modules that the
-    swap has removed. Errors: InputError if the model fails but ran before the swap, or if it calls one of `gone`."""
-    for training, old in seen.items():
-        called: list[nn.Module] = []
+def _try(
+    model: nn.Module,
+    look: Any,
+    seen: Mapping[bool, Observed],
+    to: Any,
+    gone: set[nn.Module],
+    base: nn.Module | None,
+    example: Any,
+) -> None:
+    """Runs the swapped model in both modes, and `base` with the scheme's equations by the second route, with random
+    gains. Errors: InputError if the two differ, if the swapped model fails although the model ran before the swap, or
+    if it calls one of the modules `gone`, which the swap has removed. Schemes that act inside sublayers fail if the
+    layers there do not have the roles that were found.
 
-        def note(module: nn.Module, _: Any, called: list[nn.Module] = called) -> None:
-            if module in gone:  # a removed norm shares its hooks with its replacement, for which `note` runs, too
-                called.append(module)
+    Args:
+        look: runs the model, as `observe`.
+        seen: the runs before the swap, by training mode.
+        base: a copy of the model from before the swap; None: the blocks are torch.nn's or of a registered class, for
+            which there is no second route.
+        example: the example of `swap_residuals`.
+    """
+    made = [module for module in model.modules() if isinstance(module, BlockResidual | StackResidual)]
+    shifts = random_shifts(model, made)
+    growing = [module.t for module in made if module.growth is not None]
+    try:
+        for t in growing:
+            t.fill_(LATER)
+        for training, old in seen.items():
+            mode = f"{to}{' in training mode' * training}"
+            new = _run_without(gone, functools.partial(look, training, old.has_backward, shifts), model, to)
+            if new.error is not None and old.error is None:
+                raise InputError(
+                    f"{type(model).__name__} does not run with {mode} ({in_words(new.error)}): choose another scheme"
+                ) from new.error
+            if base is None:
+                continue
+            message = disagreement(model, base, example, new, training, shifts)
+            if message is not None:
+                raise InputError(
+                    f"{type(model).__name__} swapped to {mode} does not compute the scheme's equations at the places "
+                    f"where it adds its branches: {message}. Choose another scheme, and report the model's forward"
+                )
+    finally:
+        for t in growing:
+            t.fill_(1)
 
-        hooks = [module.register_forward_pre_hook(note) for module in gone]
-        try:
-            new = look(training, old.has_backward)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        if called:
-            raise InputError(
-                f"{type(model).__name__} still calls {named(called[0])} that {to} removes: it holds it in a plain "
-                "list, a function or another place that is no attribute of a module. Make it an attribute"
-            )
-        if new.error is not None and old.error is None:
-            raise InputError(
-                f"{type(model).__name__} does not run with {to}{' in training mode' * training} "
-                f"({in_words(new.error)}): choose another scheme"
-            ) from new.error
+
+LATER = 7
+"""The update whose α_t a proof computes with: at the first one, branchnorm's branches count for nothing."""
 
 
-def _is_foreign(group: Group) -> bool:
-    """Returns whether blocks are neither torch.nn's nor of a registered class, so that a run has to describe them."""
-    return not isinstance(group.blocks[0], tuple(TORCHS)) and declaration_of(type(group.blocks[0])) is None
+def _run_without(gone: set[nn.Module], run: Callable[[], Observed], model: nn.Module, to: Any) -> Observed:
+    """Returns `run()`, a run of the swapped model. Errors: InputError if it calls one of the modules `gone`."""
+    called: list[nn.Module] = []
+
+    def note(one: nn.Module, _: Any) -> None:
+        if one in gone:  # a norm shares its hooks with the identity that replaces it
+            called.append(one)
+
+    hooks = [module.register_forward_pre_hook(note) for module in gone]
+    try:
+        observed = run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if called:
+        raise InputError(
+            f"{type(model).__name__} still calls {named(called[0])} that {to} removes: it holds it in a plain "
+            "list, a function or another place that is no attribute of a module. Make it an attribute"
+        )
+    return observed
+
+
+def _is_provable(group: Group) -> bool:
+    """Returns whether a run has described the blocks, and they have no scheme of this package yet. It does not describe
+    torch.nn's layers and registered classes."""
+    is_known = isinstance(group.blocks[0], tuple(TORCHS)) or declaration_of(type(group.blocks[0])) is not None
+    return not is_known and structure_of(group.blocks[0]).is_found and place_of(group.blocks[0]) is None
 
 
 # The functions below convert blocks to the scheme.

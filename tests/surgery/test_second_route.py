@@ -1,10 +1,10 @@
 """Swapped models of the zoo against a second route, in f64: outputs, and the gradients of all parameters."""
 
 import copy
+import functools
 
 import pytest
 import torch
-from recomputed import Recomputed
 from test_zoo import build, quiet, swap  # noqa: F401  a fixture
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import MODELS, UNSEEN
@@ -12,7 +12,9 @@ from zoo import MODELS, UNSEEN
 import normformer_rs as nfrs
 from normformer_rs import InputError
 from normformer_rs.surgery.block_residual import BlockResidual
+from normformer_rs.surgery.proof import OwnForm
 from normformer_rs.surgery.record import tensors_in
+from normformer_rs.surgery.second_route import Recomputed
 from normformer_rs.surgery.stack_residual import StackResidual
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -165,6 +167,63 @@ def test_a_block_that_runs_more_often_on_one_text_is_refused():
 
 def test_a_stream_added_to_its_branch_in_place():
     assert max(compare("in place, onto the branch", "deepnorm")) < ERROR
+
+
+def refused(monkeypatch, name, scheme, owner, method, wrong):
+    """The message of a swap during which `wrong(original, *args)` stands for a method of the swapped blocks. It stays
+    away in the identity swap, which comes before."""
+    model, inputs = build(name)
+    before, kinds = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
+    right = getattr(owner, method)
+
+    def spoilt(self, *args):
+        is_own = isinstance(self.place.config.residual, OwnForm)
+        return right(self, *args) if is_own else wrong(functools.partial(right, self), *args)
+
+    monkeypatch.setattr(owner, method, spoilt)
+    with pytest.raises(InputError, match="does not compute the scheme's equations") as refusal:
+        swap(model, scheme, inputs)
+    assert [type(m) for m in model.modules()] == kinds
+    assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
+    return str(refusal.value)
+
+
+def test_a_swap_whose_blocks_compute_another_scheme_is_refused(monkeypatch):
+    wrong = [
+        ("_closed", lambda right, i, streams, f, *rest: right(i, streams, f * 1.001, *rest), "outputs differ"),
+        ("_closed", lambda right, i, streams, f, *rest: right(i, streams, bent(f), *rest), "gradients differ"),
+        ("read", lambda right, i, streams, norm: right(i, streams, norm) + (0.01 if i else 0), "outputs differ"),
+    ]
+    for method, change, message in wrong:
+        with monkeypatch.context() as patch:
+            assert message in refused(patch, "GPT2", "deepnorm", BlockResidual, method, change)
+
+
+def bent(f):
+    """f, with another gradient."""
+    return f + (f - f.detach()) * 0.01
+
+
+def test_a_swap_whose_stack_ends_wrong_is_refused(monkeypatch):
+    def wrong(right, streams):
+        return right(streams).flip(-1)
+
+    assert "outputs differ" in refused(monkeypatch, "GPT2", "dlcl", StackResidual, "_finish", wrong)
+
+
+def test_rounding_of_single_precision_is_no_refusal():
+    """MobileViT's batch norms over two rows of a batch divide by small spreads: in f32 gradients differ by 2e-4."""
+    model, inputs = MODELS["MobileViT"]()
+    assert len(nfrs.swap_residuals(model, "deepnorm", init=None, example=inputs))
+
+
+def test_the_proof_leaves_parameters_and_buffers_alone():
+    model, inputs = build("GPT2")
+    held = {name: (t, t._version) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    swap(model, "branchnorm", inputs)
+    now = dict((*model.named_parameters(), *model.named_buffers()))
+    assert all(now[name] is t and t._version == version for name, (t, version) in held.items() if name in now)
+    assert {m.t.item() for m in model.modules() if getattr(m, "growth", None) is not None} == {1}
 
 
 def test_a_wrong_factor_is_seen():

@@ -1,0 +1,509 @@
+"""A second route to what a swapped model computes, which proves each swap: the model from before the swap runs, and
+where its additions and norms stand on the residual stream, the scheme's equations are computed in their place.
+
+This uses no code that runs swapped blocks: no tensor class, no subclass of a block, no packed hidden state. It follows
+the stream by the identity of tensors. It takes from the swap where the additions and norms of a block stand
+(`Structure`), and the new parameters. What one change or gain computes is checked by the package's tests.
+"""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from ..declarations.declared import Change, only_norm
+from ..nn import mixing
+from ..nn.interpreter import apply_changes, apply_norm, gain
+from .blocks import width_into
+from .converted import residual_of
+from .examples import caller
+from .proof import Observed, differ, in_words, observe
+from .record import ADDITIONS, FOLLOWED, TIMES, exchanged, stream_in, takes_all, tensors_in
+from .residual_stream import Identity
+
+POINTS = {"after_heads": ("output", True), "after_output": ("output", False)}
+POINTS |= {"before_activation": ("fc1", False), "after_activation": ("fc2", True)}
+"""Points inside a sublayer: the role of the linear layer there, and whether the point is before it."""
+
+Way = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+"""An operation that a block applies to the residual stream without reading it, such as a reshape, and its inverse."""
+
+
+class State:
+    """The scheme's tensors of one stack at one time of a run.
+
+    Attributes:
+        x: the residual stream.
+        others: the scheme's further streams.
+        outputs: the input of the stack and the outputs of its layers so far, if the scheme sums them.
+        kept: the tensors that changes keep for later ones, by name.
+        layer: the number of the layer under way; −1: none has begun.
+    """
+
+    def __init__(self) -> None:
+        self.x: Any = None
+        self.others: tuple[Tensor, ...] = ()
+        self.outputs: list[Tensor] = []
+        self.kept: dict[str, Tensor] = {}
+        self.layer = -1
+
+
+class Block:
+    """One call of a block, or of a loop over layers. `whole`: its `BlockResidual`, or its `LoopResidual`, which has a
+    `BlockResidual` for each layer. `given`: the call's arguments by name."""
+
+    def __init__(self, whole: Any, state: State, layer: int, given: dict[str, Any]) -> None:
+        self.whole, self.state, self.layer = whole, state, layer
+        self.layers: Any = getattr(whole, "layers", [whole])
+        self.size = len(whole.parts) // len(self.layers)  # sublayers of a layer
+        every = whole.structure.writes
+        # cross-attentions that this call leaves out, since it has no encoder's output
+        left_out = {i for i, part in enumerate(whole.parts) if part.memory and given.get(part.memory) is None}
+        self.writes = [i for i in every if i not in left_out]
+        """For each addition to the stream, the number of the sublayer that it belongs to."""
+        self.numbers = [n for n, i in enumerate(every) if i not in left_out] + [len(every)]
+        """For each addition to the stream, its number in `Structure.reads`, which also counts those left out."""
+        self.written = 0
+        """How many additions to the stream have run."""
+        self.since = self.times = 0  # the additions and products with the stream since the last of those
+        self.sum: Tensor | None = None  # the branches so far of a sublayer that adds several
+        self.read: Any = None  # x, or a mixture of the streams, before the norm of the sublayer under way
+        self.rest: Any = ()  # what that mixture hands to the sublayer's write
+        self.residual = self.layers[0]
+        self.became: tuple[Tensor, Tensor] | None = None
+        """(F, the stream), if the block added the stream to F in place, and may return F."""
+
+    @property
+    def part(self) -> Any:
+        """The `Part` of the sublayer under way; None after the last one."""
+        return None if self.written == len(self.writes) else self.whole.parts[self.writes[self.written]]
+
+    @property
+    def sublayer(self) -> Any:
+        """The scheme's `Sublayer` of the sublayer under way."""
+        return self.residual.sublayers[self.writes[self.written] % self.size]
+
+    def open(self) -> None:
+        """Begins a sublayer: sets the tensor that its norm gets."""
+        s = self.state
+        self.read = s.x
+        if self.sublayer.mixing is not None:
+            self.read, self.rest = mixing.read(self.sublayer.mixing, self.residual, (s.x, *s.others))
+
+    def before(self, own: nn.Module | None = None) -> Tensor:
+        """Returns the tensor that the sublayer reads. `own`: a norm in place of the scheme's."""
+        main = only_norm(self.sublayer.before)
+        if own is not None and main is not None:
+            x = apply_norm(own, self.read, None)
+        else:
+            x = apply_changes(self.residual, self.sublayer.before, self.read, None, self.state.kept)
+        return apply_changes(self.residual, self.sublayer.inside.get("input", ()), x, None)
+
+    def shown(self) -> Tensor:
+        """Returns the stream as the block's code sees it. If the block has no norm before the sublayer, that is the
+        tensor that the sublayer reads."""
+        if self.part is None:
+            return mixing.seen(self.residual.place.declared.mixing, (self.state.x, *self.state.others))
+        return self.read if self.part.before is not None or self.sum is not None else self.before()
+
+    def write(self, f: Tensor) -> None:
+        """Computes the scheme's step with the branch F(x) = f. If the sublayer adds several branches one by one, this
+        computes it with their sum at the last one."""
+        self.sum = f if self.sum is None else self.sum + f
+        i, self.written, self.since, self.times = self.writes[self.written], self.written + 1, 0, 0
+        if self.part is not None and self.writes[self.written] == i:
+            return
+        owner, s, f, self.sum, i = self.residual, self.state, self.sum, None, i % self.size
+        sublayer, declared = owner.sublayers[i], owner.place.sublayers[i]
+        f = apply_changes(owner, sublayer.branch, f / owner.parts[i].beta, None, s.kept) * declared.scale
+        x = apply_changes(owner, sublayer.skip, s.x, None, s.kept)
+        if sublayer.mixing is not None:
+            s.x, *others = mixing.write(sublayer.mixing, (x, *s.others), self.rest, f)
+            s.others = tuple(others)
+        else:
+            alpha_t = owner._stack[0].grown(owner.place.layer)
+            steps = ((x, sublayer), *zip(s.others, sublayer.streams))
+            x, *others = (self._step(step, t, f, alpha_t) for t, step in steps)
+            s.x, s.others = apply_changes(owner, sublayer.after, x, None, s.kept), tuple(others)
+        self.read = None
+        if self.part is not None:
+            if self.writes[self.written] // self.size > self.writes[self.written - 1] // self.size:
+                self.residual, self.layer = self.layers[self.writes[self.written] // self.size], self.layer + 1
+                enter_layer(s, self.residual, self.layer)
+            self.open()
+
+    def _step(self, step: Any, x: Tensor, f: Tensor, alpha_t: Any) -> Tensor:
+        """Returns α·x + β·f with the gains of a sublayer or of a further stream."""
+        alpha, beta = gain(self.residual, step.alpha, x, alpha_t), gain(self.residual, step.beta, x, alpha_t)
+        return (x if alpha is None else (alpha * x).to(x.dtype)) + (f if beta is None else (beta * f).to(f.dtype))
+
+
+def enter_layer(state: State, residual: Any, layer: int) -> None:
+    """Changes the stream as a layer does at its begin."""
+    stack = residual._stack[0]
+    state.layer = layer
+    if stack.place.declared.combine is not None:
+        state.x = combined(stack.combine, state)
+    state.x = apply_changes(residual, residual.opening, state.x, None, state.kept)
+
+
+def combined(sums: Any, state: State) -> Tensor:
+    """Returns the weighted sum of the stack's input and all outputs so far. `sums` holds a row of weights for each
+    layer."""
+    row = len(state.outputs)
+    norm = sums.norms[str(row)] if str(row) in sums.norms else nn.Identity()
+    state.outputs.append(state.x if sums.on_sums else norm(state.x))
+    if sums.skips_first and row == 0:
+        return state.x
+    total = sum(w * y for w, y in zip(sums.weight[row], state.outputs))
+    return norm(total) if sums.on_sums else total
+
+
+class Recomputes(Exception):
+    """Raised in a backward pass that runs parts of the model once more, as a checkpoint does: this route has no schemes
+    there."""
+
+
+class LayersAreMissing(Exception):
+    """Raised if a run leaves out layers, as LayerDrop does: this route ends stacks after their last layer."""
+
+
+class Recomputed(TorchFunctionMode):
+    """A run of the model from before the swap, with the swapped model's schemes. `base`: a copy of the model, made
+    before the swap by `copied`."""
+
+    def __init__(self, base: nn.Module, swapped: nn.Module) -> None:
+        super().__init__()
+        there = dict(base.named_modules())
+        owners = ((name, residual_of(module), module) for name, module in swapped.named_modules())
+        self.blocks: dict[nn.Module, tuple[Any, Any]] = {
+            there[name]: (residual, module)
+            for name, residual, module in owners
+            if residual is not None and name in there
+        }
+        """For each block of the base model: its residual, and the swapped block."""
+        self.base, self.swapped = base, swapped
+        self.states: dict[Any, State] = {}  # by stack
+        self.open: list[Block] = []  # calls of blocks under way, the innermost last
+        self.streams: dict[int, Sequence[Way]] = {}
+        """The identities of tensors that are the stream, each with what the block has done to it without a reading."""
+        self.within = 0  # norms and scales under way, whose operations are left alone
+        self.is_narrow = False
+        """Whether an operation has given 16-bit numbers, whose rounding two routes do not share."""
+        self.alive: list[Tensor] = []  # keeps the stream's tensors alive, so that no identity is used twice
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = self._called(func, args, kwargs)
+        self.is_narrow = self.is_narrow or (isinstance(out, Tensor) and out.dtype in (torch.float16, torch.bfloat16))
+        return out
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Returns the result of an operation of the model, or what it is with the scheme."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        stream: Any = args[0] if args else None
+        if not self.open or self.within:
+            return func(*args, **kwargs)
+        block = self.open[-1]
+        if name in ADDITIONS and len(args) == 2 and all(isinstance(a, torch.Tensor) for a in args):
+            on = [a for a in args if id(a) in self.streams]
+            if len(on) == 1:
+                at = block.numbers[block.written], block.since
+                block.since += 1
+                f = kwargs.get("alpha", 1) * (args[1] if args[0] is on[0] else args[0])
+                if at not in block.whole.structure.reads and f.shape == on[0].shape:
+                    ways = self.streams[id(on[0])]
+                    for _, back in reversed(ways):
+                        f = back(f)
+                    block.write(f)
+                    made = self._stream(block.shown(), ways)
+                    if name == "add_" and args[0] is not on[0]:
+                        block.became = (args[0], made)
+                    return made
+        elif name in TIMES and id(stream) in self.streams and all(isinstance(a, int | float) for a in args[1:]):
+            at = block.numbers[block.written], block.times
+            block.times += 1
+            if at in block.whole.structure.scales:
+                return stream
+        elif name in FOLLOWED | {"__getitem__"} and id(stream) in self.streams:
+            made = func(*args, **kwargs)
+            way = self._way(func, name, args, kwargs, stream, made)
+            return made if way is None else self._stream(made, [*self.streams[id(stream)], way], is_made=True)
+        return func(*args, **kwargs)
+
+    def _way(self, func: Any, name: str, args: Any, kwargs: Any, x: Tensor, made: Any) -> Way | None:
+        """Returns an operation on the stream x whose result `made` is still the stream; None: it is a reading."""
+        if not isinstance(made, torch.Tensor) or made.numel() != x.numel() or made.shape[-1:] != x.shape[-1:]:
+            return None
+        if name == "__getitem__" and not takes_all(args[1]):
+            return None
+        shape, dtype = x.shape, x.dtype
+
+        def forth(t: Tensor) -> Tensor:
+            changed: Tensor = func(t, *args[1:], **kwargs)
+            return changed
+
+        if name == "transpose":
+            return forth, lambda t: t.transpose(*args[1:])
+        return forth, lambda t: t.reshape(shape).to(dtype)
+
+    def _stream(self, x: Tensor, ways: Sequence[Way], is_made: bool = False) -> Tensor:
+        """Returns x as the stream, after `ways`; with `is_made`, they have been applied."""
+        for forth, _ in () if is_made else ways:
+            x = forth(x)
+        x = x.view_as(x)
+        self.streams[id(x)] = ways
+        self.alive.append(x)
+        return x
+
+    # Inside the sublayers.
+
+    def _inside(self, block: nn.Module, whole: Any) -> Iterator[Any]:
+        """Registers hooks on a block's linear layers for the changes inside its sublayers; yields their handles."""
+        layers: Any = getattr(whole, "layers", [whole])
+        for residual, part, sublayer in ((one, *of) for one in layers for of in zip(one.parts, one.sublayers)):
+            for point, changes in sublayer.inside.items():
+                if point == "input":
+                    continue
+                role, is_before = POINTS.get(point, (point, False))
+                (linear,) = [one for one in part.linears if role in one.roles]
+                size = 0
+                if point == role and not linear.rows:
+                    size = width_into(self.blocks[block][1], part, "output") // residual.place.config.heads
+                change = functools.partial(self._changed, residual, changes, linear, role, size)
+                module = block.get_submodule(linear.path)
+                if is_before:
+                    yield module.register_forward_pre_hook(lambda _, args, change=change: (change(args[0]), *args[1:]))
+                else:
+                    yield module.register_forward_hook(lambda _, __, out, change=change: change(out))
+
+    def _changed(
+        self, residual: Any, changes: Sequence[Change], linear: Any, role: str, size: int, x: Tensor
+    ) -> Tensor:
+        """Returns x, an input or output of `linear`, with the changes on its columns of that role. `size`: the width of
+        a head, if norms of that width apply to each head; 0 if not."""
+        columns = [*range(x.shape[-1])]
+        if len(linear.roles) > 1 or linear.rows:
+            columns = linear.rows_of(role, x.shape[-1])
+            if linear.rows and None not in (heads := linear.heads(role)):
+                sizes = [heads.count(head) for head in dict.fromkeys(heads)]
+                columns, size = [i for _, i in sorted(zip(heads, columns))], sizes[0]
+        y = x[..., columns]
+        for change in changes:
+            by_head = size and (change.kind == "unit" or (change.kind == "norm" and change.what.width == size))
+            y = y.unflatten(-1, (-1, size)) if by_head else y
+            y = apply_changes(residual, (change,), y, None, self.open[-1].state.kept)
+            y = y.flatten(-2) if by_head else y
+        return x.index_copy(-1, torch.tensor(columns), y)
+
+    # Hooks.
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Before a module runs: gives a block the stream that the scheme has there."""
+        if module not in self.blocks:
+            self.within += 1
+            return None
+        whole = self.blocks[module][0]
+        residual = getattr(whole, "layers", [whole])[0]
+        x: Any = stream_in((args, kwargs))
+        stack = residual._stack[0]
+        given = dict(zip(self.blocks[module][1]._nfrs_names, args)) | kwargs
+        state = self.states.setdefault(stack, State())
+        is_shared = residual.structure.calls > 1
+        layer = state.layer + 1 if is_shared else residual.place.layer
+        if layer != state.layer + 1:
+            raise LayersAreMissing
+        declared = stack.place.declared
+        images = residual.structure.has_channels_first
+        rows = x.movedim(1, -1) if images else x
+        if state.layer < 0 or not stack.is_wide:
+            state.x = apply_changes(stack, declared.begin, rows, None, state.kept) if state.layer < 0 else rows
+        if state.layer < 0:
+            state.others = (state.x,) * len(declared.streams)
+            state.x = mixing.begin(declared.mixing, state.x)
+        enter_layer(state, residual, layer)
+        self.open.append(Block(whole, state, layer, given))
+        block = self.open[-1]
+        block.open()
+        ways = [(lambda t: t.movedim(-1, 1), lambda t: t.movedim(1, -1))] if images else []
+        seen = self._stream(block.shown(), ways)
+        return exchanged(args, x, seen), exchanged(kwargs, x, seen)
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        """After a module has run: gives a block's output, and what stands in a norm's place, the scheme's values."""
+        if module not in self.blocks:
+            self.within -= 1
+            return self._norm(module, args, out)
+        block = self.open.pop()
+        if block.written != len(block.writes):
+            raise RuntimeError(f"{block.written} of {len(block.writes)} additions to the stream were seen")
+        state, stack = block.state, block.residual._stack[0]
+        y = state.x
+        if block.layer + 1 == stack.place.depth:
+            y = self._finished(stack, state)
+            del self.states[stack]
+        elif stack.place.declared.mixing is not None:
+            y = mixing.seen(stack.place.declared.mixing, (state.x, *state.others))
+        y = y.movedim(-1, 1) if block.residual.structure.has_channels_first else y
+        if end := getattr(block.whole, "end", ""):
+            y = module.get_submodule(end).forward(y)
+        out = out if block.became is None else exchanged(out, *block.became)
+        last = next(t for t in tensors_in(out) if id(t) in self.streams)
+        return exchanged(out, last, y)
+
+    def _finished(self, stack: Any, state: State) -> Tensor:
+        """Returns the stack's output after its last layer."""
+        declared = stack.place.declared
+        x = state.x
+        if declared.combine is not None:
+            x = combined(stack.combine, state)
+        for at, s in zip(declared.streams, state.others):
+            x = x + (s if at is None else apply_norm(getattr(stack, at.name), s, None))
+        x, _ = mixing.read(declared.mixing, stack, (x, *state.others))
+        return apply_changes(stack, stack.end, x, None, state.kept)
+
+    def _norm(self, module: nn.Module, args: Any, out: Any) -> Any:
+        """Returns what a module is to return that stands on the stream, last on a branch, or after the stack."""
+        if not self.open:
+            gone = type(self.swapped.get_submodule(self.paths[module])) is nn.Identity
+            return args[0] if gone else out
+        block = self.open[-1]
+        path = self.inside[module]
+        parts = block.whole.parts
+        if any(path in part.scales or path == part.branch for part in parts):
+            return args[0]
+        if id(args[0]) not in self.streams:
+            return out
+        part = block.part
+        if part is not None and path in (part.before, *part.twins):
+            kept = self.blocks_of[module].get_submodule(path)
+            is_own = path in part.twins and not isinstance(kept, Identity)
+            x = block.before(kept if is_own else None)
+            for forth, _ in self.streams[id(args[0])]:
+                x = forth(x)
+            return x.clone()  # without a norm this is the stream, and the block may write into what its norm returns
+        return args[0]
+
+    def run(self, call: Callable[[nn.Module], Any]) -> Any:
+        """Returns `call(base)`, computed with the schemes."""
+        watched = {*self.blocks}
+        self.paths: dict[nn.Module, str] = {}  # modules after the stack that the swap has removed → their paths
+        self.inside: dict[nn.Module, str] = {}  # norms and factors inside blocks → their paths there
+        self.blocks_of: dict[nn.Module, Any] = {}  # the same modules → their swapped blocks
+        for block, (residual, swapped) in self.blocks.items():
+            for part in residual.parts:
+                for path in (*part.norms(), *part.scales):
+                    module = block.get_submodule(path)
+                    self.inside[module], self.blocks_of[module] = path, swapped
+                    watched.add(module)
+            if hasattr(residual, "layers"):  # the norm after the last layer stands in the loop
+                there = dict(swapped.named_modules())
+                for path, module in block.named_modules():
+                    now = there.get(path)
+                    gone = type(now) is nn.Identity and not isinstance(module, nn.Identity | nn.Dropout)
+                    if path and module not in watched and (gone or path == residual.end):
+                        self.inside[module], self.blocks_of[module] = path, swapped
+                        watched.add(module)
+        for path, module in self.base.named_modules():
+            try:
+                now = self.swapped.get_submodule(path)
+            except AttributeError:
+                continue
+            if module not in watched and type(now) is nn.Identity and type(module) is not nn.Identity:
+                inside = any(path.startswith(f"{p}.") for p, m in self.base.named_modules() if m in self.blocks)
+                if not inside:
+                    self.paths[module] = path
+                    watched.add(module)
+        with contextlib.ExitStack() as hooks:
+            for module in watched:
+                hooks.callback(module.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(self.leave, with_kwargs=True).remove)
+            for block, (residual, _) in self.blocks.items():
+                for handle in self._inside(block, residual):
+                    hooks.callback(handle.remove)
+            with self:
+                returned = call(self.base)
+        if any(state.layer >= 0 for state in self.states.values()):
+            raise LayersAreMissing
+        return returned
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Returns a copy of the model's modules that shares all their tensors."""
+    # modules may also keep tensors of an earlier call, which torch does not copy
+    held = (t for module in model.modules() for t in tensors_in(vars(module)))
+    shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers(), *held)}
+    base = copy.deepcopy(model, shared)
+    for module in base.modules():
+        if not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks
+            module.register_forward_pre_hook(_refuse_backward)
+    return base
+
+
+def _refuse_backward(*_: Any) -> None:
+    """Raises `Recomputes` in a backward pass."""
+    if torch._C._current_graph_task_id() != -1:
+        raise Recomputes
+
+
+def disagreement(
+    model: nn.Module,
+    base: nn.Module,
+    example: Any,
+    now: Observed,
+    training: bool,
+    shifts: Mapping[nn.Parameter, Tensor],
+) -> str | None:
+    """Returns a message if a run of the swapped model differs from this route's run of `base`. None: they agree.
+
+    Runs in f32 that differ are made again in f64, where rounding is no reason. In a run that computes in 16 bits
+    gradients are not compared, and outputs as those of 16 bits. Gradients are not compared either if the backward pass
+    runs parts of the model once more, and nothing is if the run leaves out layers.
+
+    Args:
+        example: the example of `swap_residuals`.
+        now: the run of the swapped model.
+        shifts: the numbers that were added to its parameters.
+    """
+
+    def second(given: Any, is_double: bool) -> tuple[Observed, bool]:
+        """Returns this route's run, and whether it computes in 16 bits."""
+        route = Recomputed(base, model)
+        run = functools.partial(route.run, lambda one: _call(one, given))
+        more: Any = {"beside": [model], "is_double": is_double}
+        return observe(base, run, [], training, now.has_backward, shifts, **more), route.is_narrow
+
+    message = _compared(*second(example, is_double=False), now)
+    is_single = any(t.dtype == torch.float32 for t in now.outputs)
+    if message is None or callable(example) or not is_single:
+        return message
+    doubled = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, example)
+    exact = observe(model, lambda: _call(model, doubled), [], training, now.has_backward, shifts, is_double=True)
+    return message if exact.error is not None else _compared(*second(doubled, is_double=True), exact)
+
+
+def _call(model: nn.Module, example: Any) -> Any:
+    """Returns the model's output for the example."""
+    run = caller(model, example)
+    assert run is not None  # there was one before the swap
+    return run()
+
+
+def _compared(second: Observed, is_narrow: bool, now: Observed) -> str | None:
+    """Returns a message about the first difference between this route's run and the swapped model's. None: they agree
+    as far as they can be compared. `is_narrow`: the run computes in 16 bits."""
+    if isinstance(second.error, LayersAreMissing):
+        return None
+    if isinstance(second.error, Recomputes):
+        second = second._replace(error=None, gradients={})
+    if second.error is not None and now.error is None:
+        return in_words(second.error)
+    if is_narrow:
+        second, now = (one._replace(outputs=[t.bfloat16() for t in one.outputs]) for one in (second, now))
+        second = second._replace(gradients={})
+    return differ(second, now)
