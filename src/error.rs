@@ -95,7 +95,8 @@ impl From<tch::TchError> for Error {
 pub fn unknown<'a>(what: &str, got: &str, choices: impl IntoIterator<Item = &'a str>) -> Error {
     let choices: Vec<&str> = choices.into_iter().collect();
     // The closest choice is suggested only if few letters differ.
-    let closest = choices.iter().min_by_key(|c| distance(c, got)).filter(|c| distance(c, got) <= 1 + got.len() / 4);
+    let closest =
+        choices.iter().min_by_key(|c| distance(c, got)).filter(|c| distance(c, got) <= 1 + got.chars().count() / 4);
     let hint = closest.map_or(String::new(), |c| format!(" (did you mean {c:?}?)"));
     Error::Invalid(format!("unknown {what} {got:?}{hint}; expected one of {}", choices.join(", ")))
 }

@@ -154,6 +154,10 @@ def score_counts(
     line = bleu.format(signature=ours.signature)
     if theirs is None:
         return bleu.score, line, None
+    if len(ours.lines) != len(theirs.lines):
+        raise InputError(
+            f"a baseline is compared line by line: expected counts of {len(ours.lines)} lines, got {len(theirs.lines)}"
+        )
     rows = _draws(len(ours.lines), resamples, seed)
     return bleu.score, line, _compare_counts(metric, np.array(ours.lines), np.array(theirs.lines), rows)
 

@@ -93,11 +93,11 @@ pub(super) fn lp_norm_operator() -> Operator {
             let [y, _stats] = ON_DEVICE.call(&values![x, weight.as_ref(), p, eps])?;
             return Ok(y);
         }
-        HANDLE.count_composed();
-        match p == 2.0 {
-            true => NORM.call(x, weight.as_ref(), None, eps),
-            false => lp::composed(x, weight.as_ref(), p, eps),
+        if p == 2.0 {
+            return NORM.call(x, weight.as_ref(), None, eps);
         }
+        HANDLE.count_composed();
+        lp::composed(x, weight.as_ref(), p, eps)
     })
     .plan(check_order)
 }

@@ -103,6 +103,9 @@ def test_train_warns_once_before_the_first_update(monkeypatch, capsys, tmp_path)
     assert "warning: prepbn fades for 4,000 updates, and the run has 100" in seen[2]
     assert cli.main([*given, *fades, "--updates", "100", "--prepbn-steps", "60"]) == 2
     assert "warning: " not in seen[3]
+    fades = ["--preset", "transformer-tiny", "--encoder-norm", "prepbn", "--warmup", "10", "--overwrite"]
+    assert cli.main([*given, *fades, "--updates", "100"]) == 2
+    assert "warning: prepbn fades for 4,000 updates, and the run has 100" in seen[4]
 
 
 def test_a_dry_run_warns_too(monkeypatch, capsys):

@@ -3,6 +3,7 @@ test_parity.py has their values."""
 
 import copy
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -57,6 +58,20 @@ def test_first_values_come_back(residual):
             attention.gate_proj.weight.fill_(7)
         layer.reset_parameters()
         assert not torch.equal(before, attention.sinks)
+
+
+@pytest.mark.parametrize("is_self", [True, False])
+def test_a_reset_draws_the_gate_as_the_constructor_does(is_self):
+    layer = nfnn.TransformerDecoderLayer(16, 4, FF, residual="prenorm", output_gate="element")
+    attention = layer.self_attn if is_self else layer.multihead_attn
+    torch.manual_seed(0)
+    config = layer.place.config
+    attention.set_parts(config, True, is_self=is_self)
+    made = attention.gate_proj.weight.detach().clone()
+    torch.manual_seed(0)
+    with mock.patch.object(nn.MultiheadAttention, "_reset_parameters"):
+        attention._reset_parameters()
+    assert torch.equal(made, attention.gate_proj.weight)
 
 
 @pytest.mark.parametrize("residual", [None, "prenorm"])

@@ -252,6 +252,8 @@ def test_arguments_that_cannot_be_meant(run, tmp_path):
             nfrs.generate(run, prompts_)
     with pytest.raises(nfrs.InputError, match="max_tokens must be at least 1"):
         nfrs.generate(run, ["hund"], max_tokens=0)
+    with pytest.raises(nfrs.InputError, match="max_tokens must be from 1 to"):
+        nfrs.translate(run, ["hund"], max_tokens=2**64)
     with pytest.raises(nfrs.InputError, match="holds no model"):
         nfrs.generate(tmp_path, ["hund"])
     with pytest.raises(nfrs.InputError, match="unknown option of GenerationConfig"):

@@ -331,3 +331,5 @@ def test_counts_are_enough_for_bleu_and_p(tokenize):
     bleu, line, comparison = scores.score_counts(written, theirs, resamples=200)
     assert (bleu, line, comparison) == (wanted.bleu, wanted.sacrebleu, wanted.comparison)
     assert scores.score_counts(ours)[2] is None
+    with pytest.raises(InputError, match=f"counts of {len(ours.lines)} lines, got {len(ours.lines) - 1}"):
+        scores.score_counts(ours, theirs._replace(lines=theirs.lines[1:]))

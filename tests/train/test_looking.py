@@ -238,6 +238,13 @@ def test_runs_are_overlaid_and_named_at_their_ends(tmp_path):
     assert set(colours.values()) == lines and len(lines) == 3
 
 
+def test_more_runs_than_colours_are_all_drawn(tmp_path):
+    run = written(tmp_path / "run")
+    names = [f"run {i}" for i in range(len(curves.COLOURS) + 2)]
+    loss, *_ = curves._figure([nfrs.History.read(run)] * len(names), names).axes
+    assert len(loss.lines) == 2 * len(names)
+
+
 def test_lines_that_are_the_same_have_one_name(tmp_path):
     found = panels(*(written(tmp_path / name) for name in "ab"))
     assert found["learning rate"] == ["all"] and sorted(found["validation BLEU"]) == ["a", "b"]

@@ -151,6 +151,7 @@ def test_budgets_of_tokens_and_operations():
         ({"text": {"train_target": "a"}}, "text must name the files train_target and valid_target"),
         ({"arms": {"a": {"lr": 1}}}, "a: lr is the study's lr, a list of rates for all arms"),
         ({"options": {"patience": 3}}, "options: patience is the study's updates, tokens or flop"),
+        ({"arms": {"options": {"preset": "transformer-tiny"}}}, "arm options: a preset belongs to the options"),
         ({"arms": {"a": {"norm": "layernrm"}}}, 'arm a: unknown norm "layernrm"'),
         ({"arms": {"a": {"nrm": "layernorm"}}}, 'arm a: unknown option "nrm"'),
         ({"options": {"preset": "tiny"}}, 'unknown preset "tiny"'),

@@ -31,7 +31,8 @@ def warnings_of(
             f"the warm-up of {warmup:,} updates is longer than the run of {updates:,}: the learning rate "
             "never reaches its peak; choose a smaller warmup, or more updates"
         )
-    uses_prepbn = "prepbn" in (model_options["norm"], model_options["decoder_norm"])
+    stacks = ("decoder",) if model_options["architecture"] == "decoder-only" else ("encoder", "decoder")
+    uses_prepbn = "prepbn" in {model_options[f"{stack}_norm"] or model_options["norm"] for stack in stacks}
     # The number of updates after which prepbn has faded: those before the fading begins, and those that it takes.
     faded_after = model_options["prepbn_warm"] + model_options["prepbn_steps"] if uses_prepbn else 0
     if updates and updates < faded_after:

@@ -70,8 +70,8 @@ def translate(
     """
     options = (search or SearchConfig()).to_json()
     source: Any = (fspath(lines.folder), *lines[1:]) if isinstance(lines, Binarised) else _sentences(lines)
-    if max_tokens < 1:
-        raise InputError(f"max_tokens must be at least 1, got {max_tokens}")
+    if not 1 <= max_tokens < 2**63:
+        raise InputError(f"max_tokens must be from 1 to 2⁶³ − 1, got {max_tokens}")
     found = _core.translate(fspath(model), source, options, str(checkpoint), max_tokens, precision, device)
     return [[Translation(*hypothesis) for hypothesis in hypotheses] for hypotheses in found]
 

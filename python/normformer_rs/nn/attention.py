@@ -79,6 +79,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 self.in_proj_bias = nn.Parameter(torch.empty(rows, **factory))
             super()._reset_parameters()
         self.rope_theta = config.rope_theta if is_self and config.positions == "rotary" else None
+        self.is_self_attention = is_self
         if config.output_gate is not None:
             with drawn_apart(self.in_proj_weight.device, "gate", is_self):
                 self.gate_proj = nn.Linear(self.embed_dim, OUTPUT_GATES[config.output_gate](self), bias=bias, **factory)
@@ -99,7 +100,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         super()._reset_parameters()
         self.reset_sinks()
         if self.gate is not None:
-            with drawn_apart(self.gate.weight.device, "gate"):
+            with drawn_apart(self.gate.weight.device, "gate", self.is_self_attention):
                 self.gate.reset_parameters()
 
     @property

@@ -1,6 +1,7 @@
 """Draws the curves of training runs: those of one run, or of several in one picture."""
 
 import io
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,11 +142,11 @@ def _loss(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
         axis.legend(frameon=False, fontsize=8)
         return
     axis.set_title("loss   (thin: training, dots: validation)", loc="left", fontsize=10)
-    for run, colour in zip(runs, COLOURS):
+    for run, colour in zip(runs, itertools.cycle(COLOURS)):
         axis.plot(run.update, _smooth(run.loss), color=colour, linewidth=0.9, alpha=0.75)
         axis.plot(run.evaluations.update, run.evaluations.loss, "o-", color=colour, markersize=3, linewidth=1.3)
     name_ends(axis, [(_last(run.evaluations.loss if len(run.evaluations.update) else _smooth(run.loss)), name, colour)
-                 for run, name, colour in zip(runs, names, COLOURS)])  # fmt: skip
+                 for run, name, colour in zip(runs, names, itertools.cycle(COLOURS))])  # fmt: skip
 
 
 def _bleu(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
@@ -165,7 +166,7 @@ def _perplexity(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> N
 def _evaluated(axis: Any, runs: "Sequence[History]", names: Sequence[str], field: str, best: Any, form: str) -> None:
     """Draws the values that the evaluations of each run have for `field`. If there is only one run, its best value is
     marked: `best` returns the index of the best of an array, and `form` formats the value."""
-    for run, colour in zip(runs, COLOURS):
+    for run, colour in zip(runs, itertools.cycle(COLOURS)):
         values = getattr(run.evaluations, field)
         measured = np.isfinite(values)
         if not measured.any():
@@ -178,7 +179,8 @@ def _evaluated(axis: Any, runs: "Sequence[History]", names: Sequence[str], field
             axis.plot(update[best_index], values[best_index], "o", color=_BEST, markersize=6, label=label)
             axis.legend(frameon=False, fontsize=8)
     if len(runs) > 1:
-        name_ends(axis, [(_last(getattr(r.evaluations, field)), name, c) for r, name, c in zip(runs, names, COLOURS)])
+        ends = [_last(getattr(run.evaluations, field)) for run in runs]
+        name_ends(axis, [*zip(ends, names, itertools.cycle(COLOURS))])
 
 
 def _grad_norm(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:

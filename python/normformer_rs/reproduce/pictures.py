@@ -1,5 +1,6 @@
 """Draws the pictures of reproductions from their tables and series, without pyplot."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -83,7 +84,7 @@ def _validation(results: Results, title: str, value: str) -> Any:
         return _dots(results, title, value)
     figure = new_figure(7.2, 3.6)
     axis = figure.subplots()
-    for key, shade in zip(runs, COLOURS):
+    for key, shade in zip(runs, itertools.cycle(COLOURS)):
         axis.plot(updates[key], losses[key], "o-", color=shade, markersize=3, linewidth=1.3)
     axis.grid(True, color=PALE, linewidth=0.6)
     axis.set_axisbelow(True)
@@ -91,7 +92,7 @@ def _validation(results: Results, title: str, value: str) -> Any:
     of_updates(axis)
     axis.set_ylabel("validation NLL, nats per token", fontsize=9)
     axis.margins(x=0.01)
-    name_ends(axis, [(losses[key][-1], ", ".join(key), shade) for key, shade in zip(runs, COLOURS)])
+    name_ends(axis, [(losses[key][-1], ", ".join(key), shade) for key, shade in zip(runs, itertools.cycle(COLOURS))])
     heading(figure, title, [])
     return figure
 
@@ -132,7 +133,7 @@ def _start(results: Results, title: str, value: str) -> Any:
     for line, (label, series) in zip(axes, parts):
         line[0].set_ylabel(label, fontsize=9)
         for axis, rate in zip(line, rates):
-            for scheme, shade in zip(schemes, COLOURS):
+            for scheme, shade in zip(schemes, itertools.cycle(COLOURS)):
                 values = series.get((scheme, rate), [])
                 axis.plot(range(1, len(values) + 1), values, color=shade, linewidth=1.2)
             axis.grid(True, color=PALE, linewidth=0.6)
@@ -143,7 +144,7 @@ def _start(results: Results, title: str, value: str) -> Any:
         axis.set_title(f"lr {float(rate):g}", loc="left", fontsize=9.5, color=INK)
     for axis in axes[-1]:
         of_updates(axis)
-    heading(figure, title, [*zip(schemes, COLOURS)])
+    heading(figure, title, [*zip(schemes, itertools.cycle(COLOURS))])
     return figure
 
 

@@ -99,12 +99,13 @@ def check_values(study: "Study") -> None:
         raise InputError(f"text must name the files train_target and valid_target; got {', '.join(study.text)}")
     if study.metric == "bleu" and not _is_scored(study.text):
         raise InputError("metric bleu needs sources and targets of a test set, or of the validation set, in the text")
-    for name, arm in [("options", study.options), *study.arms.items()]:
+    for name, options in [("options", study.options), *study.arms.items()]:
         for option, instead in _RESERVED.items():
-            if isinstance(arm, Mapping) and option in arm:
+            if isinstance(options, Mapping) and option in options:
                 where = "" if option == "device" else ": give it to the study, beside arms"
                 raise InputError(f"{name}: {option} is {instead}{where}")
-        if isinstance(arm, Mapping) and name != "options" and "preset" in arm:
+    for name, arm in study.arms.items():
+        if isinstance(arm, Mapping) and "preset" in arm:
             raise InputError(f"arm {name}: a preset belongs to the options that all arms share")
 
 

@@ -171,32 +171,32 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if _CHECKED.get(optimizer) == _exchanges:
         return
     _CHECKED[optimizer] = _exchanges
-    forgotten, title = _forgotten(optimizer)
+    forgotten = _forgotten(optimizer)
     if forgotten:
         owned = {id(p) for other in _optimizers() for group in other.param_groups for p in group["params"]}
-        names = [name for name, q in forgotten if id(q) not in owned]
-        if names:
-            more = f" and {len(names) - 1} more parameters" if len(names) > 1 else ""
+        unowned = [(title, name) for title, name, q in forgotten if id(q) not in owned]
+        if unowned:
+            title, name = unowned[0]
+            more = f" and {len(unowned) - 1} more parameters" if len(unowned) > 1 else ""
             warnings.warn(
-                f"{title} made {names[0]}{more}, and no optimizer has them: this {type(optimizer).__name__} still has "
+                f"{title} made {name}{more}, and no optimizer has them: this {type(optimizer).__name__} still has "
                 "the parameters from before, so that its steps leave the new ones as they are. Pass optimizer= to the "
                 "swap, or make the optimizer afterwards",
                 stacklevel=4,  # the line that calls step(), past two wrappers of torch
             )
 
 
-def _forgotten(optimizer: torch.optim.Optimizer) -> tuple[list[tuple[str, nn.Parameter]], str]:
-    """Returns the (name, parameter) pairs that replaced an optimizer's parameters but are not in the optimizer, and the
-    title of their swap; if there are several swaps, of the one found last."""
+def _forgotten(optimizer: torch.optim.Optimizer) -> list[tuple[str, str, nn.Parameter]]:
+    """Returns the parameters that replaced an optimizer's parameters but are not in the optimizer, each with its swap's
+    title and its name."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
-    owned, found, title = {id(p) for p in own}, [], ""
+    owned, found = {id(p) for p in own}, []
     for heirs in (heirs for p in own for heirs in HEIRS.get(p, ())):
         for name, reference in heirs.named:
             q = reference()
             if q is not None and q.requires_grad and id(q) not in owned:
-                found.append((name, q))
-                title = heirs.title
-    return found, title
+                found.append((heirs.title, name, q))
+    return found
 
 
 def _optimizers() -> list[torch.optim.Optimizer]:
