@@ -34,6 +34,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent
 PYTHONS = ((3, 10), (3, 15))
 """The oldest and the newest Python that the package is tested with."""
+MACHINES = {
+    ("linux", "x86_64"): "x86_64-unknown-linux-gnu",
+    ("linux", "aarch64"): "aarch64-unknown-linux-gnu",
+    ("darwin", "arm64"): "aarch64-apple-darwin",
+}
+"""The systems and processors that the package builds on → Rust's names for them."""
 PYO3_KNOWS = (3, 13)
 """The newest Python whose full C API pyo3 0.24 supports; for later versions it uses the stable ABI."""
 
@@ -123,10 +129,10 @@ def _maturin():
 
 def _check_machine() -> None:
     """Exits with a message if the package cannot be built on this machine."""
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+    if (sys.platform, platform.machine()) not in MACHINES:
         raise SystemExit(
-            f"normformer_rs builds on Linux x86-64 and aarch64, this is {sys.platform} {platform.machine()}: "
-            "use such a machine, a container or WSL 2"
+            f"normformer_rs builds on Linux x86-64, Linux aarch64 and macOS arm64, this is {sys.platform} "
+            f"{platform.machine()}: use such a machine, a container or WSL 2"
         )
     if not PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
         raise SystemExit(
@@ -287,10 +293,10 @@ def _compiled_torch_sys() -> list[str]:
     lib = target / "packages" / "torch" / "lib"
     cuda = ["torch_cuda"] if (lib / "libtorch_cuda.so").exists() else []
     settings = {
-        "rustc-link-lib": ["static=tch", *cuda, "torch_cpu", "torch", "c10", "gomp"],
+        "rustc-link-lib": ["static=tch", *cuda, "torch_cpu", "torch", "c10", *(["gomp"] * (sys.platform == "linux"))],
         "rustc-link-search": [f"native={archives[-1].parent}", f"native={lib}"],
     }
-    table = f"target.{platform.machine()}-unknown-linux-gnu.tch"
+    table = f"target.{MACHINES[sys.platform, platform.machine()]}.tch"
     return [part for key, value in settings.items() for part in ("--config", f"{table}.{key}={json.dumps(value)}")]
 
 

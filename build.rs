@@ -14,6 +14,10 @@ fn main() {
     if env::var_os("CARGO_FEATURE_PYTHON").is_some() {
         shim.define("NORMFORMER_RS_PYTHON", None);
     }
+    let is_macos = env::var("CARGO_CFG_TARGET_OS").is_ok_and(|system| system == "macos");
+    if is_macos {
+        shim.flag("-Xpreprocessor"); // Apple's clang takes the flag after it for the preprocessor alone
+    }
     shim.cpp(true)
         .std("c++20")
         .pic(true)
@@ -24,15 +28,21 @@ fn main() {
         .define("NORMFORMER_RS_SHIM", None)
         .include(&include)
         .include(include.join("torch/csrc/api/include"))
-        .file("src/operator/shim/shim.cpp")
-        .compile("normformer_rs_shim");
+        .file("src/operator/shim/shim.cpp");
+    // `cargo check` for another system has neither its headers nor its libtorch.
+    println!("cargo:rerun-if-env-changed=NORMFORMER_RS_WITHOUT_CPP");
+    if env::var_os("NORMFORMER_RS_WITHOUT_CPP").is_some() {
+        return;
+    }
+    shim.compile("normformer_rs_shim");
 
     // Link torch's own OpenMP, by its file name: a second copy would have a second pool of threads.
-    println!("cargo:rustc-link-arg=-l:libgomp.so.1");
+    println!("cargo:rustc-link-arg={}", if is_macos { "-lomp" } else { "-l:libgomp.so.1" });
     if env::var_os("CARGO_FEATURE_PYTHON").is_some() {
         println!("cargo:rustc-link-lib=torch_python");
         // In the wheel, libtorch lies beside this library in site-packages.
-        println!("cargo:rustc-link-arg-cdylib=-Wl,-rpath,$ORIGIN/../torch/lib");
+        let here = if is_macos { "@loader_path" } else { "$ORIGIN" };
+        println!("cargo:rustc-link-arg-cdylib=-Wl,-rpath,{here}/../torch/lib");
     } else {
         // Tests and programs use the libtorch that they were built with, and find it without LD_LIBRARY_PATH.
         println!("cargo:rustc-link-arg=-Wl,-rpath,{}", lib.display());

@@ -5,7 +5,7 @@ environments, one for each torch.
 
 A core works with one minor version of torch, so the wheel has one for each, and the package loads the one that fits
 (python/normformer_rs/_loading.py). The wheel requires the torches that it has cores for. Its platform tag is the newest
-of those that auditwheel reads from the cores' symbols.
+of its cores' tags, which on Linux auditwheel reads from their symbols.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 import zipfile
@@ -53,7 +54,7 @@ def main() -> None:
                     folder = Path(together, torch)
                     folder.mkdir()
                     built.append(build_wheel(bin, sdist, folder))
-                    platforms.append(platform_tag(audit(bin, built[-1])))
+                    platforms.append(platform_of(bin, built[-1]))
                     tag = names(bin).partition("-")[0]
             wheel = combined(built, tag, max(platforms, key=_by_number), options.output)
         for torch in options.torch:
@@ -113,6 +114,14 @@ def build_wheel(bin: Path, sdist: Path, folder: Path) -> Path:
     run(bin / "pip", "wheel", *flags, root, env={**os.environ, **changes})
     (wheel,) = folder.glob("*.whl")
     return wheel
+
+
+def platform_of(bin: Path, wheel: Path) -> str:
+    """Returns the platform's tag of a wheel: on macOS the one that maturin has chosen, such as macosx_11_0_arm64, and
+    on Linux that of the extension's symbols."""
+    if sys.platform == "darwin":
+        return wheel.stem.rpartition("-")[2]
+    return platform_tag(audit(bin, wheel))
 
 
 def audit(bin: Path, wheel: Path) -> dict:

@@ -1,6 +1,16 @@
 //! The base of all CPU kernels: storage types, instruction sets chosen at run time, memory, random numbers, threads.
 
 pub mod amx;
+/// Outside Linux torch has another OpenMP, whose waits nothing here shortens.
+#[cfg(not(target_os = "linux"))]
+pub mod contention {
+    pub struct ContentionWatch;
+
+    pub fn watch() -> Option<ContentionWatch> {
+        None
+    }
+}
+#[cfg(target_os = "linux")]
 pub mod contention;
 pub mod convert;
 pub mod element;

@@ -76,7 +76,10 @@ pub fn are_fresh<T>(result: *const [T]) -> bool {
         status == 0 && is_there & 1 == 0
     }
     #[cfg(not(target_os = "linux"))]
-    false
+    {
+        let _ = result;
+        false
+    }
 }
 
 /// Returns the value of NORMFORMER_RS_ALLOCATOR.

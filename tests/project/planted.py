@@ -220,7 +220,7 @@ PLANTED = [
     Planted(
         "A saved swapped model loads",
         "surgery/marker.py",
-        "for whole in () if keeps else _wholes(model):",
+        "for whole in () if keeps else around:",
         "for whole in ():",
         (
             "surgery/test_load_swapped.py::test_a_swap_of_a_part_or_within_a_module_is_no_stock_model"
@@ -258,7 +258,7 @@ PLANTED = [
     Planted(
         "branchnorm's and prores' t follows",
         "surgery/optimizers.py",
-        "        if names:\n",
+        "        if unowned:\n",
         "        if False:\n",
         ("surgery/test_optimizers.py::test_a_forgotten_optimizer_warns_once_by_name",),
     ),

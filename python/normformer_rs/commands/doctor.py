@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import platform
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,10 +49,11 @@ def _processor() -> Iterator[str]:
 
     from .. import _core
 
-    threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    threads = torch.get_num_threads()
     if threads > cores:
         yield f"torch has {threads} threads for {cores} cores: set OMP_NUM_THREADS={cores}"
-    if _core.cpu_level(None) == "baseline":
+    if platform.machine() == "x86_64" and _core.cpu_level(None) == "baseline":
         yield "the processor has no AVX2: kernels run, several times slower"
 
 

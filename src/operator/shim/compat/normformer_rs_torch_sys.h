@@ -47,6 +47,12 @@ inline void rethrow_as(const char* text) {
 // torch-sys copies an exception's text with strdup, so this macro keeps the exception as well.
 #define strdup(text) (normformer_rs::notice(text), strdup(text))
 
+#ifdef __clang__
+// In C++20 a line that begins with the word `module` belongs to C++'s modules. torch-sys has a type of that name.
+#include <torch/script.h>
+#define module torch_sys_module
+#endif
+
 // ---- functions of torch-sys that shim.cpp replaces ----
 
 // tch gets and clears the last error after every call. If it frees a scalar after a failed call, it would take the
