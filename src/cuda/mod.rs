@@ -81,6 +81,7 @@ pub const OUTPUTS: usize = 6;
 
 device_struct! {
     /// The struct `Sums` of sums.cu: each block's sums of all columns, and the outputs to which their totals go.
+    /// `stride` is the distance, in numbers, between the columns of two blocks.
     pub struct SumPartials = "Sums" {
         pub partial: *const u8,
         pub blocks: i32,
@@ -104,7 +105,7 @@ enum CudaMode {
     Auto,
     /// Like `Auto`, but it is an error if kernels cannot run.
     Require,
-    /// Kernels run without this comparison.
+    /// Kernels run, but their results are not compared with the formula's.
     Trust,
     /// Only composed formulas run.
     Off,

@@ -48,6 +48,7 @@ multiversion! {
         h: &[E], weight: &[E::Acc], scale: E::Acc, bias: &[E::Acc], eps: E::Acc, by: Divisor, to: JointResults<E>,
     ) {
         let JointResults { x, mixes, sigmoids, scales, slopes } = to;
+        // There are n streams of d numbers, and W has k rows of n·d numbers.
         let n = bias.len();
         let (d, k) = (x.len() / scales.len(), mixes.len() / scales.len());
         let rows = h.chunks_exact(n * d).zip(x.chunks_exact_mut(d)).zip(mixes.chunks_exact_mut(k));
@@ -79,7 +80,7 @@ fn read_large<E: Element>(h: &[E], weight: &[E::Acc], by: Divisor, mixes: &mut [
     let (largest, width) = (magnitude(&h), E::Acc::from_f64(h.len() as f64));
     h.iter_mut().for_each(|h| *h = *h / largest);
     let squares = h.iter().fold(E::Acc::ZERO, |sum, h| sum + *h * *h);
-    // 1/r² is largest² times `mean`; the ε beside it is negligible.
+    // 1/r² is largest² times `mean`; the ε beside it is negligible. `share` is the factor in c/⟨dm, m⟩ = −r²·share.
     let (mean, share) = match by {
         Divisor::RootMeanSquare(_) => (squares / width, E::Acc::ONE / width),
         Divisor::Norm(_) => (squares, E::Acc::ONE),
@@ -151,9 +152,10 @@ multiversion! {
         given: JointGiven<E>, weight: &[E::Acc], scale: E::Acc, eps: E::Acc, dh: &mut [E], sums: JointSums<E::Acc>,
     ) {
         let JointGiven { dx, h, written, dm, mixes, sigmoids, scales, slopes } = given;
+        // There are n streams of d numbers, and W has k rows of `width` = n·d numbers.
         let (n, k) = (sums.bias.len(), mixes.len() / scales.len());
         let (width, d) = (weight.len() / k, weight.len() / k / n);
-        // This holds dm and then r·dm, of a block of positions.
+        // For each position of a block, this holds dm, the gradient of the products m = r·W vec(H), and then r·dm.
         let mut steps = filled(E::Acc::ZERO, BLOCK * k);
         for first in (0..scales.len()).step_by(BLOCK) {
             let block = first..scales.len().min(first + BLOCK);
@@ -174,7 +176,7 @@ multiversion! {
                     step[i] += dlogit * scale;
                 }
                 let c = step.iter().zip(m).fold(E::Acc::ZERO, |sum, (step, m)| sum + *step * *m) * slopes[position];
-                step.iter_mut().for_each(|step| *step = *step * scales[position]);
+                step.iter_mut().for_each(|step| *step = *step * scales[position]); // r·dm
                 for (i, dh) in dh[position * width..][..width].chunks_exact_mut(d).enumerate() {
                     let columns = i * d..(i + 1) * d;
                     // dh_i = p_i dx + c h_i + dh′_i + (r·Wᵀdm)_i

@@ -122,7 +122,7 @@ impl NormParameters {
         Ok(BoundRowNorm { operator, weight, bias, numbers: self.numbers()?, eps })
     }
 
-    /// True if the kernels can use all parameters unchanged.
+    /// True if factor·(offset + p) is p for each parameter p, so that kernels can read the parameters themselves.
     fn is_plain(&self) -> bool {
         self.inside.iter().chain(&self.weight).chain(&self.bias).all(|p| p.numbers.are_plain())
     }
@@ -143,13 +143,21 @@ pub fn build(spec: &Spec, b: &mut Builder, context: &NormContext) -> Result<Box<
     }
     let eps = given.number("eps").unwrap_or(0.0);
     Ok(match spec.form_of(&given)? {
+        // PyTorch's operations compute x̂, or in the second form all of y, weight and bias included.
         Form::Composed(x_hat) => Box::new(BuiltComposedNorm { x_hat, affine, given }),
         Form::Whole(y) => Box::new(BuiltWholeNorm { y, parameters: affine.in_order(spec), given }),
+        // Kernels read the parameters themselves. If these must be transformed first, each call does that.
         Form::Rows(kernels) if affine.is_plain() => Box::new(affine.bind(RowNormOp::of(kernels), eps)?),
         Form::Rows(kernels) => Box::new(TransformedRowNorm { operator: RowNormOp::of(kernels), affine, eps }),
+        // The package has an operator for this norm alone.
         Form::Operator(own) => Box::new(BuiltCompositeNorm { own, affine, given, eps }),
-        Form::Columns(kernels) => Box::new(running::build(spec, kernels, affine, b, context, &given)?.0),
+        Form::Columns(kernels) => {
+            // The clock t is `None`: only norms that fade have one, and these are blended.
+            let (norm, _clock) = running::build(spec, kernels, affine, b, context, &given)?;
+            Box::new(norm)
+        }
         Form::Blended(blend) => Box::new(BuiltBlendedNorm::build(spec, blend, affine, b, context, &given)?),
+        // A user's function computes y from x and all parameters.
         Form::Own(own) => Box::new(BuiltOwnNorm { own, parameters: affine.in_order(spec) }),
         Form::Chosen(..) => unreachable!("options choose a form that is computed"),
     })

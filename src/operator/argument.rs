@@ -4,7 +4,7 @@
 #[derive(Clone)]
 pub struct Argument {
     pub name: &'static str,
-    /// The shape, with a letter or a digit per dimension.
+    /// The shape, with a letter or a digit per dimension. `*` stands for any leading dimensions: "*d" is (…, d).
     pub sizes: String,
     pub dtype: DtypeRule,
     /// A combination of the flags below.

@@ -64,6 +64,8 @@ pub fn group_scaling(x: &Tensor, groups: i64) -> Result<Tensor> {
 }
 
 // ---- the operators ----
+// The shape "*d" is (…, d), with any leading dimensions. The types and devices of an operator's other tensors are
+// compared with those of its leader.
 
 /// Declares an operator composed of other operators. `y` computes its result from the call and the first argument x.
 /// An x without columns is copied, without calling `y`.

@@ -31,7 +31,7 @@ pub fn check(layers: &[LayerSpec], stack: &StackSpec, first: &LayerContext) -> C
     let mut walk =
         Walk { first, stack, kept: BTreeMap::new(), norm_names: BTreeSet::new(), parameters: BTreeMap::new() };
     let d = first.model.d_model;
-    walk.changes("the stack's begin", &stack.begin, d, None)?;
+    walk.changes("the stack's begin", &stack.begin, d)?;
     // Each layer has names of its own. So the stack's names are set aside until the stack's end is checked.
     let stack_names = (take(&mut walk.norm_names), take(&mut walk.parameters));
     for (index, layer) in layers.iter().enumerate() {
@@ -40,7 +40,7 @@ pub fn check(layers: &[LayerSpec], stack: &StackSpec, first: &LayerContext) -> C
     }
     (walk.norm_names, walk.parameters) = stack_names;
     walk.ends(layers.len() as i64)?;
-    walk.changes("the stack's end", &stack.end, d, None)
+    walk.changes("the stack's end", &stack.end, d)
 }
 
 /// The names that the declarations checked so far have introduced.
@@ -68,7 +68,7 @@ impl Walk<'_> {
             return Err("x is read of several tensors, so nothing can change it as the layer begins".into());
         }
         let d = place.model.d_model;
-        self.changes("its begin", &layer.begin, d, None)?;
+        self.changes("its begin", &layer.begin, d)?;
         for (place, sublayer) in place.each().zip(&layer.sublayers) {
             let within = |why| format!("{}: {why}", place.sublayer.name());
             self.sublayer(sublayer, &place).map_err(within)?;
@@ -80,21 +80,25 @@ impl Walk<'_> {
     fn sublayer(&mut self, sublayer: &super::SublayerSpec, place: &LayerContext) -> CheckResult {
         let ResidualSpec { before, skip, branch, after, alpha, beta, streams, mixing } = &sublayer.around;
         let d = place.model.d_model;
-        self.changes("before", before, d, None)?;
+        self.changes("before", before, d)?;
         for (point, change) in &sublayer.inside {
             let widths = place.widths(*point).ok_or_else(|| format!("it has no point {point:?}"))?;
             let path = place.sublayer.path();
-            let is_on_memory = place.sublayer == Sublayer::CrossAttention && point.is_before_products();
-            if is_on_memory && matches!(change, Change::Keep(_) | Change::Mix { .. }) {
+            // A model that decodes makes a cross-attention's keys and values once, before the steps that keep and mix
+            // tensors. Its queries, which each step makes, are refused with them.
+            let is_qkv_of_cross_attention = place.sublayer == Sublayer::CrossAttention && point.is_before_products();
+            if is_qkv_of_cross_attention && matches!(change, Change::Keep(_) | Change::Mix { .. }) {
                 return Err(
                     "its keys and values are made once for all tokens: nothing can be kept or mixed there".into()
                 );
             }
+            // What is inside an attention belongs to its module, so the names begin with the module's path. The path
+            // of a feed-forward is empty.
             self.change(&format!("{point:?}"), change, &widths, Some(path))?;
         }
-        self.changes("branch", branch, d, None)?;
-        self.changes("skip", skip, d, None)?;
-        self.changes("after", after, d, None)?;
+        self.changes("branch", branch, d)?;
+        self.changes("skip", skip, d)?;
+        self.changes("after", after, d)?;
         let streams_gains = streams.iter().flat_map(|step| [&step.alpha, &step.beta]);
         for gain in [alpha, beta].into_iter().chain(streams_gains) {
             self.gain(gain, &[d])?;
@@ -123,6 +127,7 @@ impl Walk<'_> {
                 );
             }
             self.mixing(mixing, Some(place.sublayer))?;
+            // Apart means that q, k and v have separate inputs.
             let has_input = sublayer.inside.iter().any(|(point, _)| *point == Point::Input);
             if mixing.reads_apart() && (!before.is_empty() || has_input) {
                 return Err(
@@ -253,14 +258,14 @@ impl Walk<'_> {
         }
     }
 
-    /// Checks changes of rows of this width. `at` names their place in messages; `path` is as in
-    /// [`check_path`](Self::check_path).
-    fn changes(&mut self, at: &str, changes: &[Change], width: i64, path: Option<&str>) -> CheckResult {
-        changes.iter().try_for_each(|change| self.change(at, change, &[width], path))
+    /// Checks changes outside an attention, of rows of this width. `at` names their place in messages.
+    fn changes(&mut self, at: &str, changes: &[Change], width: i64) -> CheckResult {
+        changes.iter().try_for_each(|change| self.change(at, change, &[width], None))
     }
 
     /// Checks a change; `at` names its place in messages. `widths` are the widths that a norm may have here. The first
-    /// is the width of a head, if the rows are split into heads; the last is the width of the row.
+    /// is the width of a head, if the rows are split into heads; the last is the width of the row. `path` is that of
+    /// the attention around the change, `None` if there is none ([`check_path`](Self::check_path)).
     fn change(&mut self, at: &str, change: &Change, widths: &[i64], path: Option<&str>) -> CheckResult {
         let width = *widths.last().expect("rows have a width");
         match change {
@@ -345,7 +350,8 @@ impl Walk<'_> {
         }
     }
 
-    /// Checks a norm: its name, which must be new and stand below `path`, its initial value, and its width.
+    /// Checks a norm: its name, which must be new and begin with `path`, its initial value, and its width. `path` is
+    /// that of the attention around the norm, `None` if there is none.
     fn norm(&mut self, at: &str, norm: &NormAt, widths: &[i64], path: Option<&str>) -> CheckResult {
         self.name(&norm.name)?;
         self.check_path(&norm.name, path)?;

@@ -99,8 +99,8 @@ impl<'a> Beam<'a> {
         self.config.rule.penalty(self.length + 1, self.config.alpha)
     }
 
-    /// Adds one token to the hypotheses. `next` has a row for each hypothesis whose continuations can be chosen: the
-    /// most probable next tokens, best first.
+    /// Adds one token to the hypotheses. `next` has a row for each hypothesis, of any sentence, whose continuations can
+    /// be chosen: the most probable next tokens, best first.
     pub fn advance(&mut self, next: &[Vec<Continuation>]) {
         if self.done {
             return;
@@ -183,7 +183,7 @@ impl<'a> Beam<'a> {
     /// Returns the hypothesis that a candidate describes: its parent, with the candidate's token if it has one. An EOS
     /// is not stored.
     fn grow(&self, candidate: &Candidate) -> Partial {
-        let Partial { hypothesis: parent, slot, next } = &self.hypotheses[candidate.parent];
+        let Partial { hypothesis: parent, slot, next: row } = &self.hypotheses[candidate.parent];
         let mut tokens = parent.tokens.clone();
         tokens.extend(candidate.token.filter(|&token| token != EOS));
         let hypothesis = Hypothesis {
@@ -192,7 +192,8 @@ impl<'a> Beam<'a> {
             log_probability: candidate.log_probability,
             finished: parent.finished || candidate.ends(),
         };
-        // Row i of `next` becomes slot i of the cache.
-        Partial { hypothesis, slot: next.unwrap_or(*slot), next: None }
+        // The cache has a slot for each row of `advance`'s argument, in the same order. So the parent's row is its
+        // slot. A finished parent has no row, and its slot is not used again.
+        Partial { hypothesis, slot: row.unwrap_or(*slot), next: None }
     }
 }

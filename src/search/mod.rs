@@ -230,7 +230,8 @@ impl Search {
             for length in 0.. {
                 check_interrupt()?;
                 let start = model.config.decoder_start.id();
-                // Better hypotheses are continued first, so that worse ones may be skipped.
+                // Better hypotheses are continued first, so that worse ones may be skipped. Each pass sets the cache's
+                // lists to those of its own slots, so the lists of all slots before and after the step are kept here.
                 let (reads_before, mut reads_after) = (cache.reads().clone(), Reads::default());
                 let mut next = Vec::new(); // a row of continuations for each slot, in the order of the passes
                 for ranks in passes(config.beam, reads_before.queries()) {
@@ -253,12 +254,13 @@ impl Search {
                     let best = self.output.best(&features, candidates, Eos::at(length, config), self.kind)?;
                     live.refuse_nan(&best, length)?;
                     next.extend(best);
-                    // The cache now holds the reads of this pass's slots.
+                    // The model has appended the new token's row to the rows that each slot of this pass reads.
                     reads_after = reads_after.joined(cache.reads());
                 }
                 if next.is_empty() {
                     break;
                 }
+                // Now slot i belongs to row i of `next`, as `Beam::advance` expects.
                 cache.set_reads(reads_after);
                 beams.iter_mut().for_each(|beam| beam.advance(&next));
                 cache.compact()?;

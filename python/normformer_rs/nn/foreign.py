@@ -31,7 +31,9 @@ class Placeable(nn.Module):
     """The source of its place: a stack of this package, `place_layers`, or its own arguments. "depth": the arguments
     gave the depth, but no number. None: the layer got no place, and counts as layer 0 of 1."""
     has_own_values = True
+    """True: the module's direct parameters, such as a scheme's gains, have initial values that `draw_xavier` keeps."""
     keeps_torchs_values: Any
+    """True if linear layers are initialised as in torch.nn; otherwise as the layer's `init` says."""
     knows_encoder = False
     """True if a decoder layer knows the depth of the encoder."""
 
@@ -76,6 +78,7 @@ def place_layers(layers: nn.Module | Iterable[nn.Module], *, init: bool) -> None
             f'residual "{place.config.residual}" asks for each layer\'s number, and of the {n} layers some are one '
             "module, with shared weights: choose a scheme that asks for the depth alone, such as deepnorm"
         )
+    # Without a named scheme (`is_torchs`) a stack ends as in torch.nn: with a norm, or with none.
     if isinstance(layers, STACKS) and layers.norm is None and place.declared.end and not first.is_torchs:
         raise InputError(
             f'residual "{place.config.residual}" ends a stack with a norm, and this stack of torch.nn has none: give '
@@ -166,11 +169,13 @@ def refusal(place: Place, placed: str | None, draws: bool) -> str | None:
     of its place, as in `Placeable`. `draws`: True if its initial values are the scheme's."""
     is_single_layer = placed == "arguments" and place.depth == 1
     if not is_single_layer:
-        # Without a place the layer counts as number 0 of 1, where parts between layers would not show.
+        # A layer without a place counts as layer 0 of 1, and a stack of one layer may lack the scheme's parts between
+        # layers. So the scheme is declared for a stack of _DEPTH layers instead.
         declared = place.declared if placed is not None else _of_depth(place.config, place.stack, _DEPTH).declared
         if needs_stack(declared):  # in a stack of several layers, one may read tensors that another keeps
             return _between_layers(place)
     needed = asks(place.config, place.stack, draws) if placed in (None, "depth") else None
+    # With its depth known ("depth"), a layer can lack only its number.
     if needed is None or (placed == "depth" and "number" not in needed):
         return None
     missing = needed if placed is None else "the layer's number"

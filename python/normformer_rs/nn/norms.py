@@ -82,6 +82,7 @@ class RMSNorm(OffsetNorm, norm="rmsnorm"):
         eps_place: Literal["inside", "outside"] = "inside",
         part: float = 1.0,
     ) -> None:
+        # These options come first, because the constructor of RowNorm reads them.
         self.zero_centred, self.cast, self.eps_place, self.part = zero_centred, cast, eps_place, part
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, unit_offset=unit_offset)
 
@@ -217,8 +218,9 @@ class LpNorm(RowNorm, norm="lpnorm"):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        # p comes first, because the constructor of RowNorm reads it: the first g is d^{1/p}.
         self.p = p
-        super().__init__(normalized_shape, eps, elementwise_affine, False, device, dtype)
+        super().__init__(normalized_shape, eps, elementwise_affine, bias=False, device=device, dtype=dtype)
 
     def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return OPS.lp_norm(x, weight, self.p, self.eps_for(x))

@@ -77,6 +77,7 @@ class RowNorm(Typed):
             left_out = {"weight", "bias"}
         elif not bias:
             left_out = {"bias"}
+        # A subclass with further options has set them before this constructor runs.
         options = {name: getattr(self, name) for name in self.declared.options}
         self.numbers_of = self.declared.numbers(self.width, options)
         for parameter in self.declared.parameters:
@@ -211,7 +212,7 @@ class OffsetNorm(RowNorm):
         unit_offset: bool = False,
     ) -> None:
         self.unit_offset = unit_offset
-        super().__init__(normalized_shape, eps, elementwise_affine, False, device, dtype)
+        super().__init__(normalized_shape, eps, elementwise_affine, bias=False, device=device, dtype=dtype)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         g, weight = prefix + "g", prefix + "weight"

@@ -81,8 +81,9 @@ class RunningNorm(Steered, Typed):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     refused: Tensor
-    """The number of refused batches, (1,) int64. It is not a buffer, so checkpoints ignore it. An exported program may
-    only write to buffers, so it does not count refused batches."""
+    """The number of refused batches, (1,) int64: those that left the running statistics as they were, because their own
+    were not finite. It is not a buffer, so checkpoints ignore it. An exported program may only write to buffers, so it
+    does not count refused batches."""
 
     def __init_subclass__(cls, norm: str | None = None, beside: Sequence[str] = (), **rest: Any) -> None:
         """Sets the class's attributes from the table. `norm`: the name in the table. `beside`: the names of parameters,
@@ -138,7 +139,7 @@ class RunningNorm(Steered, Typed):
         options = {name: getattr(self, name) for name in self.declared.options}
         self.numbers_of = self.declared.numbers(num_features, options)
         self.reset_parameters()
-        self.remember_copies()
+        self.remember_copies()  # gives this module, and each later copy, its `_origin`
 
     def steering(self) -> Steering:
         # Training moves the weight and all buffers. Without a learned weight, nothing would show averaging.
@@ -199,15 +200,17 @@ class RunningNorm(Steered, Typed):
 
     def _normed(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
         """Returns N(x). In training it updates the statistics once; a recomputation in the backward pass uses those of
-        the first run."""
+        the first run. `padding_mask`: as in `forward`."""
         if self.groups:
             x = scale_groups(x, self.groups)
         is_compiling, is_exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
+        # `_origin` links a copy to the module that it was copied from, such as a model's average to the model.
         if not is_compiling and self._origin is not None:
             if self.training:
                 self._origin.trains()  # the statistics are its own from now on, no copied ones
             else:
-                self.take_over()
+                self.take_over()  # the statistics become that module's if this one's weights were averaged
+        # Without the operator there is only evaluation, by a formula.
         unsupported = None  # the kind of call for which the operator cannot update statistics
         if not is_compiling:
             if is_sharded(x):
@@ -221,12 +224,15 @@ class RunningNorm(Steered, Typed):
             )
         if not self.training and (is_exporting or unsupported is not None):
             mask = mask_for(x) if padding_mask is None else padding_mask
+            # No statistics are measured, so only `hidden` counts: the positions where y is 0.
             y = formulas.running_norm(x, *self.frozen(), *self.in_use(), self.eps, self.hidden(mask))
             return self.completed(y, x, mask)
+        # The operator counts the batches that it refuses: those whose statistics are not finite.
         if self.refused.device != x.device and not is_compiling:
             self._move_refused(x.device)
         # With None, refused batches are not counted.
         refused = self.refused if self.refused.device == x.device and not is_exporting else None
+        # The mask is the explicit one if there is one, else that of the first run or the one in force.
         first_run = None  # (mask, statistics) of the forward that checkpointing repeats now
         if self.training and not is_compiling and is_second_run():
             first_run = self._recomputed.find(x, padding_mask)
@@ -238,6 +244,7 @@ class RunningNorm(Steered, Typed):
         if self.sync and self.training:
             options["group"] = group_name(self.process_group)
         run = getattr(OPS, self.operator_name)
+        # The operator also measures statistics, without the positions of `counted_out`.
         y, stats = run(x, *self.in_use(), self.counted_out(x, mask), *self.state(), refused, first_stats, **options)
         if self.training and not is_compiling and first_run is None and will_recompute():
             self._recomputed.add(x, mask, stats)

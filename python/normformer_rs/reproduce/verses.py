@@ -18,6 +18,7 @@ from ..errors import InputError
 Verses = dict[tuple[str, int], str]
 """Verses by their chapter, such as Gen.4, and their number in it."""
 MODULES = {"en": "engWEB2015eb", "es": "spaRV1909eb"}
+"""The name of the module for each language."""
 HELD_OUT = {
     "valid": "Gen.6 Gen.14 Gen.26 Gen.37 Exod.31 Exod.35 Josh.10 Josh.12 2Sam.4 2Chr.8 Ezra.4 Job.6 Job.40 Ps.42 Ps.53 "
     "Ps.100 Ps.119 Ps.128 Ps.137 Prov.26 Isa.25 Isa.35 Jer.5 Jer.51 Ezek.5 Ezek.29 Hos.10 Mic.4 Mal.3 Matt.18 Matt.19 "
@@ -38,10 +39,13 @@ DIGESTS = {
 """The SHA-256 of each file with which results were measured."""
 _WORDS, _RATIO = (2, 80), 2
 """Limits for a pair: the least and the most words of each side, and the ratio of their lengths in characters."""
+# Tags in OSIS, the modules' markup: the start of a chapter, whose name is the group, and the start of a book.
 _CHAPTER = re.compile(rb'<chapter[^>]*osisID="(\w+\.\d+)"[^>]*sID')
 _BOOK = re.compile(rb'<div canonical="true"[^>]*sID')
+# Notes and titles, with their content.
 _NO_TEXT = re.compile(r"<(note|title)\b.*?</\1>", re.S)
-# Tags leave spaces before closing and after opening punctuation; these patterns find them.
+# `cleaned` puts a space in place of each OSIS tag. These patterns find such spaces before closing and after opening
+# punctuation.
 _BEFORE, _AFTER = re.compile(r" ([,.;:!?’”)\]])"), re.compile(r"([“‘(\[¡¿]) ")
 
 

@@ -131,9 +131,11 @@ class Study:
         put("baseline", self.baseline or next(iter(self.arms)))
         put("title", self.title or ", ".join(self.arms))
         check_values(self)
-        # All options are checked here, but not for a budget in operations: its number of updates depends on the text,
-        # which need not be on this machine yet.
+        # All options are checked here, with two exceptions. In a loop of the user's own they are arguments of swaps,
+        # which check them (`Trial.apply`). With a budget in operations the number of updates depends on the text, which
+        # need not be on this machine yet.
         for cell in self.cells if self.is_of_the_loop and self.flop is None else ():
+            # `check_values` has checked all rates, and no other check depends on the rate, so one is enough.
             self._resolved(cell, self.lr[0])
 
     @classmethod

@@ -36,7 +36,7 @@ def choose(values: Mapping[float, float | None], falls: bool) -> Chosen:
     run, or to None if the run failed. `falls` is True if lower values are better."""
     succeeded = {rate: value for rate, value in sorted(values.items()) if value is not None}
     if not succeeded:
-        return Chosen(None, False)
+        return Chosen(None, is_edge=False)
     best = (min if falls else max)(succeeded, key=succeeded.__getitem__)
     return Chosen(best, len(values) > 1 and best in (min(values), max(values)))
 

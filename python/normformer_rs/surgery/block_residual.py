@@ -31,8 +31,8 @@ from .structure import Structure
 
 class Point:
     """Applies a scheme's changes at one point inside a block, by a hook before or after the linear layer at `path`.
-    `columns`: the columns of its output that are changed (None: all). `d_head`: the width of a head, for changes that
-    treat heads separately; 0: no change does.
+    `is_before`: whether the hook runs before it. `columns`: the columns of its output that are changed (None: all).
+    `d_head`: the width of a head, for changes that treat heads separately; 0: no change does.
 
     The hook is on the module now at `path`. If PEFT has put an adapter around the linear layer, it is on the adapter,
     since the changes apply to the adapted layer's input or output.
@@ -112,10 +112,11 @@ class Point:
 
     def _once(self, change: Change, x: Tensor) -> Tensor:
         """Returns x after one change, which may use the tensors that the block's call keeps."""
+        # tensors are kept for one call, that is, for one run of the block's forward
         residual, kept = residual_of(self.block), call_of(self.block)
         if change.kind == "mix" and change.what.name in residual.place.spec.takes:
             kept.setdefault(change.what.name, x)  # if no earlier layer has kept this tensor, x stands for it
-        return apply_changes(residual, (change,), x, None, kept)  # None: no padding mask
+        return apply_changes(residual, (change,), x, padding_mask=None, kept=kept)
 
 
 POINTS: dict[str, tuple[Role, str]] = {"after_heads": ("output", "before"), "after_output": ("output", "after")}
@@ -257,11 +258,13 @@ class BlockResidual(Growing):
                     found = projected(block, part, where, self.place.config.heads)
                     assert found is not None  # refusals.py has refused such blocks
                     path, columns, d_head = found
-                    point = Point(block, path, False, changes, columns, d_head)
+                    point = Point(block, path, is_before=False, changes=changes, columns=columns, d_head=d_head)
                 else:
                     role, when = POINTS[where]
                     path = path_of(block, part, role)
-                    point = Point(block, path, when == "before", changes, _columns(part, path, role))
+                    point = Point(
+                        block, path, is_before=when == "before", changes=changes, columns=_columns(part, path, role)
+                    )
                 self.points += (point,)
                 yield point
 
@@ -284,10 +287,11 @@ class BlockResidual(Growing):
         for point in self.points:
             point.follow()
         if self.passes_inside:
-            # points find kept tensors by the block's call, so its dictionary becomes that of the streams
+            # A `Point`, which is a hook inside the block, gets no streams: `_once` looks for kept tensors in the
+            # dictionary of the block's call. That one takes over what the streams keep, and then serves both.
             begin_call(self._block[0]).update(streams.kept or {})
             streams = streams._replace(kept=call_of(self._block[0]))
-        return streams._replace(x=apply_changes(self, self.opening, streams.x, None, streams.kept))
+        return streams._replace(x=apply_changes(self, self.opening, streams.x, padding_mask=None, kept=streams.kept))
 
     def leave(self, streams: Streams, layer: int) -> Tensor:
         """Returns the hidden state that the layer passes on. `layer`: the layer's number in this call."""
@@ -322,8 +326,8 @@ class BlockResidual(Growing):
             main = only_norm(sublayer.before)
             owner = self if main is None else _Through(self, main.name, norm)
             streams = streams._replace(normed=None)
-        x = begin(owner, sublayer, streams, None)
-        return apply_changes(self, sublayer.inside.get("input", ()), x, None)
+        x = begin(owner, sublayer, streams, padding_mask=None)
+        return apply_changes(self, sublayer.inside.get("input", ()), x, padding_mask=None)
 
     def write(self, i: int, streams: Streams, f: Tensor, following: int | None) -> Streams:
         """Returns the streams after sublayer i has added its branch f. `following`: the next sublayer's number; None:
@@ -371,13 +375,14 @@ class BlockResidual(Growing):
                 point.follow()
             kept = begin_call(self._block[0]) if self.passes else {}
             _, begins = stack.number(x, self.place.layer, is_shared=False)
-            x = apply_changes(self, self.opening, stack.open(x, self.place.layer, begins).x, None, kept)
+            x = stack.open(x, self.place.layer, begins).x
+            x = apply_changes(self, self.opening, x, padding_mask=None, kept=kept)
         else:
             kept = call_of(self._block[0]) if self.passes else {}
         sublayer: Sublayer = self.sublayers[i]
         streams = Streams(x, kept=kept)
-        normed = begin(self, sublayer, streams, None)
-        output = function(apply_changes(self, sublayer.inside.get("input", ()), normed, None))
+        normed = begin(self, sublayer, streams, padding_mask=None)
+        output = function(apply_changes(self, sublayer.inside.get("input", ()), normed, padding_mask=None))
         f, *rest = output if isinstance(output, tuple) else (output,)
         # of several dropouts, one that moved here is used, or else the caller's, or else the block's attribute
         declared = self.parts[i].dropout
@@ -387,7 +392,7 @@ class BlockResidual(Growing):
             dropout = getattr(self._block[0], declared)
         if not isinstance(dropout, nn.Module):
             dropout = nn.Dropout(dropout or 0.0).train(self.training)
-        streams = self._closed(i, streams, f, dropout, None)
+        streams = self._closed(i, streams, f, dropout, following=None)
         x = streams.x
         if i + 1 == len(self.sublayers):
             if self.passes:

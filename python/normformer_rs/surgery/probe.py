@@ -240,7 +240,7 @@ class _Trial:
     def _is_alike(self, known: RecognisedNorm, eps: float, x: Tensor, values: Mapping[str, Tensor]) -> bool:
         """Returns whether the norm agrees with the module for x without a batch, or the module does not accept x."""
         try:
-            y = self._call(x, values, False)
+            y = self._call(x, values, training=False)
         except Exception:  # the module does not accept rows without a batch
             return True
         return _gap(y.double().cpu(), _compute(known, x, values, eps)) < 10 * self.settings.error
@@ -249,7 +249,7 @@ class _Trial:
         """Returns whether the norm's gradient agrees with the module's, or the module fails in training mode."""
         x, dy = (self.settings.large * self.x).requires_grad_(), self._normal(*self.x.shape)
         try:
-            y = self._call(x, values, True)
+            y = self._call(x, values, training=True)
         except Exception:  # the module fails in training mode or with gradients, so it is used for inference only
             return True
         with torch.enable_grad():
@@ -319,7 +319,7 @@ def _stand_in(module: nn.Module, parameters: Mapping[str, Tensor]) -> nn.Module:
         if name not in of_all_modules and name != "forward":
             vars(twin)[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
     for name in module._parameters:
-        twin._parameters[name] = nn.Parameter(parameters[name], False) if name in parameters else None
+        twin._parameters[name] = nn.Parameter(parameters[name], requires_grad=False) if name in parameters else None
     for name, part in module._modules.items():
         twin._modules[name] = None if part is None else _stand_in(part, {})
     return twin
@@ -405,10 +405,13 @@ def _epsilon(name: str, x_hat: Tensor, x: Tensor) -> tuple[float, float]:
 def _attribute(trial: _Trial, eps: float) -> float | None:
     """Returns the module's attribute that equals the ε found; without such an attribute, the ε found. None: the module
     uses the machine epsilon."""
-    error, attributes = math.sqrt(trial.settings.error), vars(trial.module)
+    # the ε found follows from a power of x̂, so it is less exact than x̂: an attribute may differ from it by √error
+    tolerance, attributes = math.sqrt(trial.settings.error), vars(trial.module)
     if "eps" in attributes and attributes["eps"] is None:
         machine = torch.finfo(trial.settings.dtype).eps
-        if abs(eps - machine) <= error * machine:
+        if abs(eps - machine) <= tolerance * machine:
             return None
+    # classes give ε many names, so any positive float may be it
     numbers = [value for value in attributes.values() if type(value) is float and value > 0]
-    return next((value for value in numbers if abs(eps - value) <= error * value), float(f"{eps:.10g}"))
+    rounded = float(f"{eps:.10g}")  # without the rounding errors of the trial calls, which reach the last digits in f64
+    return next((value for value in numbers if abs(eps - value) <= tolerance * value), rounded)

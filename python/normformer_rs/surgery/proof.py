@@ -131,7 +131,7 @@ Look = Callable[[bool, bool], Observed]
 def in_both_modes(look: Look) -> dict[bool, Observed]:
     """Runs a model in training mode (key True) and evaluation mode (key False). If both give equal outputs, they
     compute the same, and no backward pass is run in evaluation mode."""
-    trained, evaluated = look(True, True), look(False, False)
+    trained, evaluated = look(True, True), look(False, False)  # (training, has_backward)
     pairs = zip(trained.outputs, evaluated.outputs)
     is_same = len(trained.outputs) == len(evaluated.outputs) and all(torch.equal(a, b) for a, b in pairs)
     return {False: evaluated if is_same and trained.error is None else look(False, True), True: trained}

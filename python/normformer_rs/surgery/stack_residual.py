@@ -46,7 +46,7 @@ class StackResidual(Growing):
         self.declared_parts = self._declared()
         install(self, self.declared_parts, place, factory=factory)
         if declared.combine is not None:
-            self.combine = Sums(declared.combine, place, factory, True)  # learned sums of the layers' outputs
+            self.combine = Sums(declared.combine, place, factory, bias=True)  # learned sums of the layers' outputs
         self.train(blocks[0].training)
         self.grow(declared.growth, like.device)
         self.began_later = False

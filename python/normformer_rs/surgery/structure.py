@@ -341,6 +341,7 @@ class _Reader:
         """Returns whether convolutions read the stream, and nothing else does. Errors: Unaccounted if it is not clear
         which dimension of the stream is its width."""
         inside = self.nodes[self.call.first : self.call.last]
+        # operations that read the stream and whose output is not the stream
         readers = [n for n in inside if any(k in self.level for k in n.inputs) and n.outputs[0] not in self.level]
         if len(self.call.shape) < 3 or all(node.what != "conv" for node in inside):
             return False
@@ -433,6 +434,7 @@ class _Reader:
                 raise Unaccounted("a tensor that is not computed from the stream is added to it")
             in_last_group = writes.count(len(groups) - 1) if groups else 0
             level_before_group = len(writes) - in_last_group
+            # the branch reads the stream as it was before the last group's additions
             is_parallel = bool(groups) and max(self.level[k] for k in read) <= level_before_group
             if is_parallel:
                 groups[-1].append(step)
@@ -453,6 +455,8 @@ class _Reader:
                 continue
             if node.outputs[0] in outputs_on_path:
                 written, since = written + 1, 0
+            # `level` has the tensors of the stream, so one operand is the stream. An addition of two of its tensors
+            # gets no number, as in a swapped forward (`_added` in residual_stream.py).
             elif sum(k in self.level for k in node.inputs) == 1:  # the other operand may be broadcast
                 found.add((written, since))
                 since += 1
@@ -467,7 +471,7 @@ class _Reader:
         for node in self.nodes[self.call.first : self.call.last]:
             if node.outputs[0] in added:
                 written, since = written + 1, 0
-            elif node.factor is not None and node.inputs[0] in self.level:
+            elif node.factor is not None and node.inputs[0] in self.level:  # its input is the stream
                 if node.outputs[0] in scaled:
                     found.add((written, since))
                 since += 1

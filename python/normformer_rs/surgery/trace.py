@@ -94,12 +94,14 @@ class Trace(TorchFunctionMode):
         """How many hooked modules are running. Operations inside them are not recorded."""
 
     def follow(self, run: Callable[[], Any]) -> None:
-        """Traces `run()`. Norms, and linear layers that compute their weight, are hooked and count as one operation."""
+        """Traces `run()`. A call of a norm counts as one operation, whose output `_norm` replaces. So does a call of a
+        linear layer that computes its weight: the weight is no parameter, so the layer stands for its matrix."""
         computed = [m for m in self.model.modules() if isinstance(m, nn.Linear) and "weight" not in m._parameters]
         with contextlib.ExitStack() as hooks:
             for module in (*computed, *self.norms):
                 hooks.callback(module.register_forward_pre_hook(self._enter).remove)
                 hooks.callback(module.register_forward_hook(self._leave).remove)
+            # roles.py takes derivatives of what the run computes, even if the caller has switched gradients off
             with torch.enable_grad(), self:
                 run()
 

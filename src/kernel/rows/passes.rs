@@ -48,6 +48,7 @@ impl<A: Accumulator> RowNormFns<A> {
     #[inline(always)]
     pub fn measure<S: Isa, E: Element<Acc = A>>(&self, x: [&[E]; GROUP], eps: A) -> [Measured<A>; GROUP] {
         let cols = A::from_f64(x[0].len() as f64);
+        // A norm needs no sums, the squares alone, or both moments.
         let sums = match self.stats {
             0 => return [Measured::NONE; GROUP],
             1 => {
@@ -74,9 +75,12 @@ impl<A: Accumulator> RowNormFns<A> {
 /// Returns Σx² of each row.
 #[inline(always)]
 fn squares<S: Isa, E: Element>(x: [&[E]; GROUP]) -> [E::Acc; GROUP] {
+    // This pass is the first over its rows and waits for memory. So it prefetches the same columns GROUP rows further
+    // on.
     let ahead = GROUP * x[0].len();
     let mut x = Blocks::of(x);
     let mut sums = [[Of::<E::Acc, S>::zero(); 2]; GROUP];
+    // Part 0 has the whole blocks of a row, and part 1 its padded last block, if there is one.
     for part in 0..PARTS {
         let n = x.len(part);
         let x = x.part::<S>(part, n);
@@ -97,6 +101,8 @@ fn squares<S: Isa, E: Element>(x: [&[E]; GROUP]) -> [E::Acc; GROUP] {
 /// With guess = 0, E[x²] − μ² would lose every digit for a row with μ = 4096·σ in f32. Here (guess − μ)² is at most
 /// cols/128·σ² for any row (Cauchy-Schwarz over the 128 columns of the guess) and typically σ²/128, so at most log₂(1
 /// + cols/128) bits are lost.
+///
+/// `cols` is the number of columns in the type of the sums.
 #[inline(always)]
 fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>; GROUP] {
     // The guess is the mean of this many columns.
@@ -104,7 +110,8 @@ fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>;
     let cols_usize = x[0].len();
     let mut x = Blocks::of(x);
     let mut sums = [[Of::<E::Acc, S>::zero(); 2]; GROUP];
-    // The guess uses only whole blocks, except for a row that is shorter than one block.
+    // The guess uses only whole blocks (part 0), except for a row that is shorter than one block: part 1 is the padded
+    // last block.
     let part = if x.len(0) > 0 { 0 } else { 1 };
     let n = x.len(part).min(FIRST / PAIR_LANES);
     let first = x.part::<S>(part, n);
@@ -120,6 +127,8 @@ fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>;
     let about = rows!(r => sums[r][0].add(sums[r][1]).sum() * share);
     let shift = rows!(r => Of::<E::Acc, S>::splat(about[r]));
 
+    // This pass is the first over its rows and waits for memory. So it prefetches the same columns GROUP rows further
+    // on.
     let ahead = GROUP * cols_usize;
     // The padded last block is multiplied by these factors: 1 for the row's numbers, 0 for the padding.
     let mut real = [E::Acc::ZERO; PAIR_LANES];
@@ -167,6 +176,7 @@ pub fn normalise<S: Isa, E: Element, Y: Element<Acc = E::Acc>, const C: bool>(
     let mut x = Blocks::of(x);
     let mut y = BlocksMut::of(y);
     let (mut weight, mut bias) = (weight.as_chunks::<PAIR_LANES>().0, bias.as_chunks::<PAIR_LANES>().0);
+    // Part 0 has the whole blocks of a row, and part 1 its padded last block, if there is one.
     for part in 0..PARTS {
         let n = x.len(part);
         // w and c are the blocks of weight and bias in this part.
@@ -263,7 +273,8 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         let mut dy = Blocks::of(dy);
         let mut x = Blocks::of(x);
         let (mut sum_g, mut sum_gx) = ([[Of::<A, S>::zero(); 2]; GROUP], [[Of::<A, S>::zero(); 2]; GROUP]);
-        // `done` counts the blocks of earlier parts; rows are prefetched `ahead` numbers before they are needed.
+        // `done` counts the blocks of earlier parts: part 0 has the whole blocks of a row, and part 1 its padded last
+        // block, if there is one. Rows are prefetched GROUP rows, that is `ahead` numbers, before they are needed.
         let (mut done, ahead) = (0, GROUP * self.cols);
         for part in 0..PARTS {
             let n = x.len(part);
@@ -360,6 +371,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         let mut x = Blocks::of(x);
         let mut dx = BlocksMut::of(dx);
         let mut weight = self.columns.as_chunks::<PAIR_LANES>().0;
+        // Part 0 has the whole blocks of a row, and part 1 its padded last block, if there is one.
         for part in 0..PARTS {
             let n = x.len(part);
             let (dy, x, dx) = (dy.part::<S>(part, n), x.part::<S>(part, n), dx.part::<S>(part, n));
