@@ -56,7 +56,8 @@ def _binaries(name: str) -> str:
     for kernel in sorted({row["kernel"] for row in rows}):
         of_kernel = [row for row in rows if row["kernel"] == kernel]
         warps = [[int(row["warps"]) for row in of_kernel if row["architecture"] == a] for a in architectures]
-        size = max((row["parameters"] for row in of_kernel), key=lambda n: int(n or 0))  # empty for architectures that cuobjdump does not know
+        # the field is empty for architectures that cuobjdump does not know
+        size = max((row["parameters"] for row in of_kernel), key=lambda number: int(number or 0))
         registers = _range([int(row["registers"]) for row in of_kernel])
         cells.append((kernel, size, registers, *(f"{_range(numbers)}, {median_low(numbers)}" for numbers in warps)))
     header = ("kernel", "bytes of its struct", "registers", *(f"warps on sm_{a}: range, median" for a in architectures))

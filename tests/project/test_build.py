@@ -83,7 +83,7 @@ def test_without_isolation_a_missing_torch_is_said(installed):
         (sys, "version_info", (3, 16, 0), "needs Python 3.10 to 3.15"),
         (sys, "platform", "darwin", "builds on Linux x86-64, Linux aarch64 and macOS arm64, this is darwin"),
         (sys, "platform", "win32", "use such a machine, a container or WSL 2"),
-        (platform, "machine", lambda: "riscv64", "builds on Linux x86-64, Linux aarch64 and macOS arm64, this is linux riscv64"),
+        (platform, "machine", lambda: "riscv64", "and macOS arm64, this is linux riscv64"),
     ],
 )
 def test_other_machines_are_refused(installed, monkeypatch, module, name, value, message):
