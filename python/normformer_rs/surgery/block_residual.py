@@ -19,11 +19,11 @@ from ..nn.place import Place
 from ..nn.scheme import Sublayer
 from ..nn.step_hooks import Growing
 from .blocks import is_transposed, like_of, path_of, projection, width_into
-from .calls import BlockCalls, begin_call, call_of, end_call
+from .calls import BlockCalls, begin_call, call_of, end_call, is_called
 from .converted import names_of, residual_of
 from .marker import mark_module
 from .record import exchanged, rebuilt, stream_in, tensors_in
-from .residual_stream import Pass, Stream, bare
+from .residual_stream import Pass, Stream, bare, under_way
 from .spec import Part
 from .stack_residual import StackResidual
 from .structure import Structure
@@ -115,6 +115,11 @@ class Point:
         # tensors are kept for one call, that is, for one run of the block's forward
         residual, kept = residual_of(self.block), call_of(self.block)
         if change.kind == "mix" and change.what.name in residual.place.spec.takes:
+            if not is_called(self.block) and torch._C._current_graph_task_id() != -1:
+                raise InputError(
+                    f"{residual.described()} computes a part again in the backward pass, where tensors of earlier "
+                    "layers are gone: checkpoint the whole block"
+                )
             kept.setdefault(change.what.name, x)  # if no earlier layer has kept this tensor, x stands for it
         return apply_changes(residual, (change,), x, padding_mask=None, kept=kept)
 
@@ -230,7 +235,7 @@ class BlockResidual(Growing):
         shape."""
         for part, sublayer in zip(self.parts, self.sublayers):
             if isinstance(sublayer.beta, Learned) and len(part.scales) == 1:
-                (scale,), beta = self._at(part.scales[0]).parameters(), self.get_parameter(sublayer.beta.name)
+                (scale,), beta = self.module_at(part.scales[0]).parameters(), self.get_parameter(sublayer.beta.name)
                 if scale.shape == beta.shape:
                     beta.copy_(scale)
 
@@ -318,11 +323,11 @@ class BlockResidual(Growing):
     def read(self, i: int, streams: Streams, norm: nn.Module | None) -> Tensor:
         """Returns the tensor that sublayer i reads. `norm`: the block's own norm, if the sublayer reads through one."""
         part, sublayer = self.parts[i], self.sublayers[i]
-        if norm is None and part.reads_past:  # the block reads x itself here, and N(x) elsewhere
+        if norm is None and part.before is not None:  # the block reads x itself here, and N(x) elsewhere
             return streams.x if streams.read is None else streams.read
         owner: Any = self
         # a parallel branch's own norm takes the place of the scheme's, for which a fused step may have computed N(x)
-        if norm is not None and any(self._at(path) is norm for path in part.twins):
+        if norm is not None and any(self.module_at(path) is norm for path in part.twins):
             main = only_norm(sublayer.before)
             owner = self if main is None else _Through(self, main.name, norm)
             streams = streams._replace(normed=None)
@@ -355,9 +360,9 @@ class BlockResidual(Growing):
         if stream.written >= len(run.writes):
             return False
         part = self.parts[run.writes[stream.written]]
-        return any(self._at(path) is norm for path in (part.before, *part.twins) if path is not None)
+        return any(self.module_at(path) is norm for path in (part.before, *part.twins) if path is not None)
 
-    def _at(self, path: str) -> nn.Module:
+    def module_at(self, path: str) -> nn.Module:
         """Returns the block's module at a path."""
         return self._block[0].get_submodule(path)
 
@@ -426,7 +431,8 @@ def run_on_stream(
     stream = Stream.of(run.shown(read), run, streams, written=0, parallel=None, shape=read.shape)
     # the forward gets the stream in place of x; the stream replaces the block's additions by the scheme's
     args, kwargs = exchanged(args, x, stream), exchanged(kwargs, x, stream)
-    out = forward(*args, **kwargs)
+    with under_way(run):
+        out = forward(*args, **kwargs)
     run.end()
     if run.became is not None:
         branch, stream_after = run.became  # the block may return the branch, to which it added the stream in place
@@ -462,6 +468,8 @@ def _without_streams(value: Any, last: Stream, y: Tensor) -> Any:
     """Returns a block's output with plain tensors instead of streams: `y` for the stream `last`."""
     if isinstance(value, Stream):
         return y if value is last else bare(value)
+    if not any(isinstance(t, Stream) for t in tensors_in(value)):
+        return value
     return rebuilt(value, lambda item: _without_streams(item, last, y))
 
 

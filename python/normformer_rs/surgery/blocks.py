@@ -209,6 +209,7 @@ class End(NamedTuple):
     Attributes:
         reads_elsewhere: whether it also norms the output of a block before the last.
         early: how often it is called before the first block, as nanochat does with its embeddings.
+        others: what else the model norms by it, or norms beside it, in words; "": nothing.
     """
 
     owner: nn.Module
@@ -216,6 +217,7 @@ class End(NamedTuple):
     name: str
     reads_elsewhere: bool = False
     early: int = 0
+    others: str = ""
 
     @property
     def norm(self) -> nn.Module:

@@ -84,6 +84,11 @@ def call_of(block: Any) -> KeptTensors:
     return {} if call is None else call.kept
 
 
+def is_called(block: Any) -> bool:
+    """Returns whether a call of the block is under way."""
+    return _find(block) is not None
+
+
 def end_call(block: Any) -> None:
     """Ends a call that `begin_call` began because the hooks did not run."""
     call = _find(block)

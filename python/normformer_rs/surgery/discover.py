@@ -26,7 +26,18 @@ from .examples import caller, failed_on, quietly, refuse_without
 from .loops import layers_of, refuse_again, views
 from .record import Record, record
 from .roles import Roles, find_roles
-from .structure import NotResidual, Unaccounted, calls_of, named, norm_after, reads, structure, writers
+from .structure import (
+    NotResidual,
+    Unaccounted,
+    calls_of,
+    is_added_to,
+    named,
+    norm_after,
+    norms_after,
+    reads,
+    structure,
+    writers,
+)
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -233,8 +244,9 @@ def _noted_mixed(groups: list[Group], run_record: Record) -> list[Group]:
     refuse these later, since they need layers that are alike, and one depth."""
     notes: dict[int, str] = {}  # identity of a group → its note
     for group, other in itertools.permutations(groups, 2):
-        # the input of each call → the block, for the other group
-        after = {call.x: block for block in other.blocks for call in run_record.calls.get(block, ())}
+        # the input of each call, or the tensor of which it is a rearrangement → the block, for the other group
+        calls_after = ((call, block) for block in other.blocks for call in run_record.calls.get(block, ()))
+        after = {source: block for call, block in calls_after for source in run_record.sources(call.x)}
         for block in group.blocks:
             follower = next((after[call.y] for call in run_record.calls.get(block, ()) if call.y in after), None)
             if follower is None or STRUCTURES.get(block) is None or STRUCTURES.get(follower) is None:
@@ -474,7 +486,7 @@ def _end(model: nn.Module, path: str, last: nn.Module, run_record: Record | None
     """Returns the norm after the stack's last block. None: there is none, or it is not the stack's. `path`: that of the
     list of blocks; `last`: the last block."""
     norm = None if run_record is None or last not in run_record.calls else norm_after(run_record, last)
-    if norm is None:
+    if norm is None or run_record is None or is_added_to(run_record, last):
         return None
     name = next(name for name, module in model.named_modules() if module is norm)
     is_prenorm = STRUCTURES[last].parts[-1].after is None if last in STRUCTURES else True
@@ -494,4 +506,14 @@ def _with_end(group: Group, run_record: Record) -> Group:
     elsewhere = any(reads(end.norm, run_record, block) for block in group.blocks if block is not last)
     calls = run_record.calls.get(group.blocks[0])
     early = sum(node.module is end.norm for node in run_record.nodes[: calls[0].first if calls else 0])
-    return group._replace(end=end._replace(reads_elsewhere=elsewhere, early=early))
+    others = ""
+    if last in run_record.calls:
+        after = norms_after(run_record, last)
+        read = [norm for block in group.blocks if block in run_record.calls for norm in norms_after(run_record, block)]
+        count = sum(node.module is end.norm for node in run_record.nodes) - sum(norm is end.norm for norm in read)
+        rival = next((norm for norm in after if norm is not end.norm), None)
+        if early or count:
+            others = f"the model also calls it {'before the first layer' if early else 'on another tensor'}"
+        elif rival is not None:
+            others = f"{named(rival)} norms the output of that stack, too"
+    return group._replace(end=end._replace(reads_elsewhere=elsewhere, early=early, others=others))

@@ -1,7 +1,9 @@
 """Finds an input for one run of a model: the caller's example, or a small input made for models of torch.nn, of this
 package, of Hugging Face and of timm."""
 
+import collections
 import contextlib
+import copy
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +45,7 @@ def quietly(model: nn.Module) -> Iterator[None]:
     each time, and compiled code and torch.nn's fused evaluation are off."""
     modes = {module: module.training for module in model.modules()}
     # the buffers, each with a copy of its numbers
+    contents = [(value, copy.copy(value)) for module in modes for value in _containers(module)]
     held = [(module, name, b, b.clone()) for module in modes for name, b in module._buffers.items() if b is not None]
     devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
     numpy: Any = sys.modules.get("numpy.random")
@@ -65,10 +68,31 @@ def quietly(model: nn.Module) -> Iterator[None]:
                 numpy.set_state(numpy_state)
             for module, mode in modes.items():
                 module.training = mode
+            for container, before in contents:
+                if not _is_same(container, before):
+                    container.clear()
+                    (container.extend if isinstance(container, list | collections.deque) else container.update)(before)
             with torch.no_grad(), torch._C.DisableTorchFunction():  # a recorded run must not see these copies
                 for owner, name, buffer, value in held:
                     owner._buffers[name] = buffer
                     buffer.copy_(value)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Returns whether two containers hold the same objects."""
+    if isinstance(one, dict):
+        return list(one) == list(other) and _is_same([*one.values()], [*other.values()])
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other))
+
+
+_TORCHS_OWN = frozenset(vars(nn.Module()))
+
+
+def _containers(module: nn.Module) -> Iterator[Any]:
+    """Yields the lists, dictionaries, sets and queues that a module has as its own attributes. A run may fill them."""
+    for name, value in vars(module).items():
+        if name not in _TORCHS_OWN and type(value) in (list, dict, set, collections.deque):
+            yield value
 
 
 def _made(model: nn.Module) -> dict[str, Tensor] | None:

@@ -72,6 +72,10 @@ class LoopResidual(nn.Module):
         """Returns the module's name for messages."""
         return f"a {type(self._owner[0]).__name__}"
 
+    def module_at(self, path: str) -> nn.Module:
+        """Returns the module at a path of the module with the loop."""
+        return self._owner[0].get_submodule(path)
+
     def layer_of(self, i: int) -> tuple[BlockResidual, int]:
         """Returns the layer that the sublayer belongs to, and the sublayer's number there."""
         layer: Any = self.layers[i // self.size]

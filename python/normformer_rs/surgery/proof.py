@@ -2,6 +2,7 @@
 results must not change."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..errors import InputError
 from ..schemes import Combine, Learned, Place, ResidualSpec, Scheme, StackSpec, StreamStep, norm
 from .blocks import Group, structure_of
 from .examples import quietly
-from .record import exchanged, stream_in, tensors_in
+from .record import exchanged, rebuilt, stream_in, tensors_in
 from .spec import Part
+from .stack_residual import WIDE
 from .undo import Edits
 
 _ERRORS = {torch.float64: 1e-5, torch.float32: 1e-4}
@@ -162,7 +165,7 @@ def observe(
         around.enter_context(torch.enable_grad())
         around.enter_context(_tapped((model, *beside), groups, gradients, shifts, is_double))
         try:
-            outputs = [t for t in tensors_in(run()) if t.is_floating_point()]
+            outputs = [t for t in tensors_in(_plain(run())) if t.is_floating_point()]
             followed = [t for t in outputs if t.requires_grad]
             if followed and has_backward:
                 torch.stack([(t.double().flatten() * _weights(t)).sum() for t in followed]).sum().backward()
@@ -171,6 +174,13 @@ def observe(
         except Exception as reason:  # a model may raise anything
             return Observed([t.detach() for t in outputs], {}, reason, has_backward)
     return Observed([t.detach() for t in outputs], gradients, None, has_backward)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a model's output with lists in place of dataclasses that are no dictionaries."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, Mapping | type):
+        return [_plain(getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+    return rebuilt(value, _plain)
 
 
 def _double_buffers(model: nn.Module) -> None:
@@ -183,8 +193,10 @@ def _double_buffers(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _undropped(model: nn.Module) -> Iterator[None]:
-    """Sets the rate of all dropout layers to 0 inside a `with` block."""
+    """Sets the rate of all dropout layers to 0 inside a `with` block. There, they refuse hidden states that hold more
+    than x, of which they would drop numbers once for each layer."""
     rates = [(m, m.p) for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+    hooks = [module.register_forward_pre_hook(_refuse_wide) for module, _ in rates]
     try:
         for module, _ in rates:
             module.p = 0.0
@@ -192,6 +204,14 @@ def _undropped(model: nn.Module) -> Iterator[None]:
     finally:
         for module, p in rates:
             module.p = p
+        for hook in hooks:
+            hook.remove()
+
+
+def _refuse_wide(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Raises InputError if a dropout layer gets a hidden state that holds more than x."""
+    if args and isinstance(args[0], Tensor) and args[0] in WIDE:
+        raise InputError(f"a {type(module).__name__} acts on the hidden state between blocks")
 
 
 def _accumulate(table: Gradients, owner: Any, gradient: Tensor) -> None:

@@ -126,6 +126,8 @@ def exchanged(value: Any, old: Tensor, new: Tensor) -> Any:
     """Returns `value`, such as a call's arguments, with the tensor `old` replaced by `new`."""
     if value is old:
         return new
+    if all(t is not old for t in tensors_in(value)):
+        return value  # the same object: a block may write into a list or dictionary that it gets
     return rebuilt(value, lambda item: exchanged(item, old, new))
 
 
@@ -235,6 +237,13 @@ class Record(TorchFunctionMode):
         self.kinds = {own[module]: kind for module, kind in self.kinds.items()}
         self.blocks = {own[block] for block in self.blocks}
         self.dropped = {key: [own[module] for module in dropouts] for key, dropouts in self.dropped.items()}
+
+    def sources(self, x: Key) -> Iterator[Key]:
+        """Yields the key of a tensor, and those of the tensors of which it is a rearrangement or a cast."""
+        yield x
+        while x in self.made and self.nodes[self.made[x]].what in UNCHANGED and self.nodes[self.made[x]].inputs:
+            x = self.nodes[self.made[x]].inputs[0]
+            yield x
 
     def derives(self, x: Key, y: Key | None) -> bool:
         """Returns whether the run computed the tensor x from the tensor y."""

@@ -68,17 +68,12 @@ def refuse(group: Group, place: Place, to: Any) -> None:
             f"{name}, the norm after {group.path}, also norms the output of a block before "
             f"the last, which has several tensors under {to}: choose a scheme that has only x"
         )
-    if group.shares_stream and not _is_local(place):
-        raise InputError(
-            f"{group.shares_stream}, and {to} depends on the number of layers, or does something before the first or "
-            "after the last: choose a scheme that treats each layer for itself"
-        )
     has_end = any(change.kind == "norm" for change in place.declared.end)
-    if group.end is not None and not has_end and group.end.early:
+    if group.end is not None and not has_end and group.end.others:
         name = f"{group.end.path}.{group.end.name}".lstrip(".")
         raise InputError(
-            f"{to} removes {name}, the norm after {group.path}, and the model also calls it before the first layer: "
-            "give that place a norm of its own, or choose a scheme with a last norm"
+            f"{to} removes {name}, the norm after {group.path}, and {group.end.others}: give that place a norm of its "
+            "own, or choose a scheme with a last norm"
         )
     sublayers = [sublayer for layer in place.declared.layers for sublayer in layer.sublayers]
     if not is_torchs:
@@ -94,6 +89,16 @@ def refuse(group: Group, place: Place, to: Any) -> None:
         raise InputError(
             f"{to} treats each layer of {group.path} differently, but only {len(group.blocks)} of its {group.depth} "
             f"layers are {type(group.blocks[0]).__name__}s of their own: others are shared or of another class"
+        )
+
+
+def refuse_mixed(group: Group, place: Place, to: Any) -> None:
+    """Raises InputError if a stack shares its stream with layers of another form, and the scheme needs to know which
+    layers a stack has."""
+    if group.shares_stream and not _is_local(place):
+        raise InputError(
+            f"{group.shares_stream}, and {to} depends on the number of layers, or does something before the first or "
+            "after the last: choose a scheme that treats each layer for itself"
         )
 
 
@@ -168,13 +173,17 @@ def _refuse_inside(group: Group, place: Place, to: Any) -> None:
     # the scheme or the option that acts there, for the message
     what = to if option is None else "qk_norm=True" if option == "qk_norm" else option
     advice = "choose another scheme" if option is None else "leave it out"
+    hooked: set[nn.Module] = set()  # the linear layers that the scheme acts at, so far
     for i, block in enumerate(group.blocks):
         kind = type(block).__name__
-        if (why := structure_of(block).no_roles) and any(s.inside for s in place.at(i).sublayers):
+        usual = Place(place.config, place.stack)  # without roles it is unknown which sublayers are attention
+        acts_inside = any(s.inside for layer in usual.declared.layers for s in layer.sublayers)
+        if (why := structure_of(block).no_roles) and acts_inside:
             raise InputError(
                 f"{what} acts inside sublayers, and what {kind}'s matrices are for is unknown ({why}): {advice}"
             )
         for part, sublayer in zip(parts_of(block), place.at(i).sublayers):
+            places: list[tuple[str, str]] = []
             for point in sublayer.inside:
                 # no hook reaches queries, keys and values unless known columns of one layer's output hold them
                 is_hidden = point in PROJECTIONS and projected(block, part, point, place.config.heads) is None
@@ -190,8 +199,20 @@ def _refuse_inside(group: Group, place: Place, to: Any) -> None:
                     )
                 if point not in (*PROJECTIONS, "input") and point not in POINTS:
                     raise InputError(f"{what} acts at {point} of attention, which {kind} does not expose: {advice}")
+                path = ""
                 if point in POINTS:
-                    path_of(block, part, POINTS[point][0])  # raises if no layer, or several, have that role
+                    path = path_of(block, part, POINTS[point][0])  # raises if no layer, or several, have that role
+                elif point in PROJECTIONS:
+                    found = projected(block, part, point, place.config.heads)
+                    path = "" if found is None else found[0]
+                places.append((path, point))
+            for linear in {block.get_submodule(path) for path, _ in places if path}:
+                if linear in hooked:
+                    raise InputError(
+                        f"{what} acts inside sublayers, and {kind}s of {group.path} share a {type(linear).__name__} "
+                        f"there, which several sublayers call: {advice}"
+                    )
+                hooked.add(linear)
 
 
 def _removed(block: nn.Module, place: Place) -> list[str]:
@@ -208,9 +229,13 @@ def _removed(block: nn.Module, place: Place) -> list[str]:
 def _replaced(block: nn.Module, place: Place) -> list[str]:
     """Returns the paths of the block's norms that do not stay in their places under the scheme."""
     parts, sublayers = parts_of(block), place.sublayers
-    stay, _ = norms_of(parts, sublayers)
-    twins = {path for part, own in zip(parts, sublayers) if only_norm(own.before) is not None for path in part.twins}
-    return [path for part in parts for path in part.norms() if path not in {*stay.values(), *twins}]
+    kept: set[str | None] = set()
+    for part, own in zip(parts, sublayers):
+        kept |= {*part.twins, part.before} if only_norm(own.before) is not None else set()
+        kept |= {part.after} if only_norm(own.after) is not None else set()
+        if not (part.before or part.after or part.branch):
+            kept |= {part.norm}  # a registered class does not say where its norm stands
+    return [path for part in parts for path in part.norms() if path not in kept]
 
 
 def _reclassed(group: Group) -> Iterator[tuple[str, nn.Module]]:

@@ -5,8 +5,11 @@ it gets the tensor that the scheme's sublayer reads. The block's own norms on th
 scheme calls them.
 """
 
+import contextlib
 import functools
 import inspect
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +19,7 @@ from torch.utils._pytree import tree_map
 from ..errors import InputError
 from ..nn.interpreter import Streams
 from .converted import Converted
-from .record import ADDITIONS, FOLLOWED, TIMES, takes_all
+from .record import ADDITIONS, FOLLOWED, TIMES, UNCHANGED, takes_all
 from .structure import Structure
 
 _LOOKS = frozenset(
@@ -160,6 +163,12 @@ class Stream(Tensor):
                 moved = _rearranged(func, args, kwargs)
                 if moved is not None:
                     return moved
+            is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__") and name not in UNCHANGED)
+            if is_write and args and isinstance(args[0], Stream) and not args[0].under_way.structure.is_in_place:
+                raise InputError(
+                    f"{args[0].under_way.residual.described()} writes into its residual stream ({name}), which it did "
+                    "not in the run that it was swapped by: swap with an example that does"
+                )
             return func(*map(_read, args), **{key: _read(value) for key, value in kwargs.items()})
 
 
@@ -174,6 +183,23 @@ def _goes_on(stream: Stream, *factors: Any) -> bool:
     )
 
 
+def _as_scheme(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that marks what it computes as the scheme's, not the block's."""
+
+    @functools.wraps(step)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return step(*args, **kwargs)
+        before, RUNS.is_schemes = RUNS.is_schemes, True
+        try:
+            return step(*args, **kwargs)
+        finally:
+            RUNS.is_schemes = before
+
+    return marked
+
+
+@_as_scheme
 def _value(x: Tensor, run: Pass, streams: Streams, written: int, parallel: Tensor | None) -> Tensor:
     """Returns the tensor that the sublayer under way reads if it reads the stream directly; x if it reads through one
     of the block's norms."""
@@ -254,6 +280,8 @@ def _added(args: Any, kwargs: Any) -> tuple[Stream, Tensor] | None:
     return streams[0], f if alpha == 1 else alpha * f
 
 
+_WRITES = frozenset({"__setitem__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
+"""Operators that write into their first argument, beside methods whose names end in an underscore."""
 _SHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"})
 """Operations that only change the shape."""
 
@@ -289,7 +317,7 @@ def _rearranged(func: Any, args: Any, kwargs: Any) -> Stream | None:
         read_tensor = None if streams.read is None else made
         streams = streams._replace(x=streams.x.to(made.dtype), others=cast, normed=None, read=read_tensor)
     elif name == "clamp":
-        streams = streams._replace(x=func(streams.x, *args[1:], **kwargs))
+        streams = streams._replace(x=func(streams.x, *args[1:], **kwargs), normed=None)
     return Stream.of(made, stream.under_way, streams, stream.written, stream.parallel, shape, value)
 
 
@@ -302,6 +330,7 @@ def _read(value: Any) -> Any:
     return value
 
 
+@_as_scheme
 def read(stream: Stream, norm: nn.Module | None = None) -> Tensor:
     """Returns the tensor that the sublayer under way reads, as a plain tensor: through the block's norm `norm`, or
     directly if `norm` is None. Between two parallel branches, and after the last sublayer, this is x."""
@@ -318,6 +347,7 @@ def read(stream: Stream, norm: nn.Module | None = None) -> Tensor:
     return value.clone() if run.structure.is_in_place else value  # the block may write into what it reads
 
 
+@_as_scheme
 def write(stream: Stream, f: Tensor) -> Stream:
     """Returns the stream after the block has added the branch f to it. Errors: InputError if the block adds more often
     than in the recorded run."""
@@ -372,7 +402,53 @@ class StreamNorm(Converted):
         @functools.wraps(own)
         def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if not isinstance(x, Stream):
+                _refuse_plain(self)
                 return own(self, x, *args, **kwargs)
+            if any(isinstance(other, Tensor) for other in (*args, *kwargs.values())):
+                raise InputError(
+                    f"{x.under_way.residual.described()} gives its {type(self).__name__} a second tensor, which the "
+                    "scheme's norm does not know: call the norm with the residual stream alone"
+                )
             return read(x, self) if x.under_way.residual.stands_before(self, x) else x
 
         cls.forward = forward  # type: ignore[attr-defined]
+
+
+class _Runs(threading.local):
+    """The calls of blocks under way in this thread, and whether the scheme computes its own steps now."""
+
+    def __init__(self) -> None:
+        self.under_way: list[Pass] = []
+        self.is_schemes = False
+
+
+RUNS = _Runs()
+
+
+@contextlib.contextmanager
+def under_way(run: Pass) -> Iterator[None]:
+    """Marks the operations inside a `with` block as those of a block's own code, except where the scheme computes."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    before, RUNS.is_schemes = RUNS.is_schemes, False
+    RUNS.under_way.append(run)
+    try:
+        yield
+    finally:
+        RUNS.under_way.pop()
+        RUNS.is_schemes = before
+
+
+def _refuse_plain(norm: nn.Module) -> None:
+    """Raises InputError if a block's code calls one of its stream's norms with another tensor, and did not in the run
+    that it was swapped by."""
+    if torch.compiler.is_compiling() or RUNS.is_schemes or not RUNS.under_way:
+        return
+    residual = RUNS.under_way[-1].residual
+    own = {path for part in residual.parts for path in (part.before, part.after, *part.twins) if path is not None}
+    if any(residual.module_at(path) is norm for path in own - residual.structure.elsewhere):
+        raise InputError(
+            f"{residual.described()} calls its {type(norm).__name__} on another tensor than its residual stream, "
+            "unlike in the run that it was swapped by: swap with an example in which it does"
+        )

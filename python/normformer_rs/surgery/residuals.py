@@ -43,7 +43,7 @@ from .proof import (
     prove,
     random_shifts,
 )
-from .refusals import refuse, refuse_roles
+from .refusals import refuse, refuse_mixed, refuse_roles
 from .residual_stream import Identity, StreamNorm
 from .second_route import copied, disagreement
 from .spec import at, has
@@ -153,6 +153,13 @@ def _swap(
     look = functools.partial(observe, model, stacks.run, [group for group, _ in plans])
     # the model's results before the swap, with which the proof and `_try` compare later ones
     seen = in_both_modes(look) if runs else {}
+    if seen and not any(run.outputs or run.error is not None for run in seen.values()):
+        raise InputError(
+            f"{type(model).__name__}'s call on example returned no floating-point tensor, and a swap is proven by what "
+            "the model returns: let example= be a call, or a function of the model, that returns its outputs"
+        )
+    for group, place in plans:
+        refuse_mixed(group, place, to)
     plans = _proven(model, stacks, plans, look, seen)
     for group, place in plans:
         refuse(group, place, to)
@@ -378,7 +385,8 @@ def _proven(
     foreign = [group for group, _ in plans if _is_provable(group)]
     if not foreign or not seen:
         return plans
-    is_wide = any(StackResidual.carries_more(place) for _, place in plans)
+    # a wider hidden state also shows whether a stack's first layer gets all of the stack's input
+    is_wide = any(StackResidual.carries_more(place) or place.declared.begin for _, place in plans)
 
     def swap(groups: list[Group], to: Any, edits: Edits) -> None:
         """Gives each group the scheme `to(group)`."""

@@ -9,6 +9,7 @@ the stream by the identity of tensors. It takes from the swap where the addition
 import contextlib
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ..declarations.declared import Change, only_norm
+from ..errors import InputError
 from ..nn import mixing
 from ..nn.interpreter import apply_changes, apply_norm, gain
 from .blocks import width_into
@@ -54,12 +56,52 @@ class State:
         self.layer = -1
 
 
+class Branches:
+    """The branches F(x) of a run, in order, for more runs in which sublayers without a norm read something else: 2·x,
+    or x with its columns moved by one. A sublayer norms its input by itself, unseen, if F(2·x) is F(x) and the other
+    is not."""
+
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+        self.changed: Callable[[Tensor], Tensor] | None = None
+        """The change of what sublayers read. None: this is the first run."""
+        self.changes: list[dict[int, tuple[float, str]]] = []
+        """For each later run: the number of a branch → (the largest change of its numbers, the sublayer's name)."""
+        self.number = 0
+
+    def again(self, changed: Callable[[Tensor], Tensor]) -> None:
+        """Begins another run."""
+        self.changed, self.number = changed, 0
+        self.changes.append({})
+
+    def kept(self, f: Tensor, name: str) -> Tensor:
+        """Returns a branch as the first run had it. `name`: the sublayer's, if it has no norm before it, else ""."""
+        if self.changed is None:
+            self.values.append(f.detach())
+            return f
+        before, self.number = self.values[self.number], self.number + 1
+        if name:
+            self.changes[-1][self.number] = (f.detach() - before).abs().max().item(), name
+        return before
+
+    def norming(self) -> str:
+        """Returns the name of a sublayer that norms its input by itself; "": there is none."""
+        doubled, moved = self.changes
+        return next((name for i, (change, name) in doubled.items() if change < NO_CHANGE * moved[i][0]), "")
+
+
+NO_CHANGE = 1e-3
+"""A norm's ε may change F(2·x) by this share of what another x changes."""
+
+
 class Block:
     """One call of a block, or of a loop over layers. `whole`: its `BlockResidual`, or its `LoopResidual`, which has a
-    `BlockResidual` for each layer. `given`: the call's arguments by name."""
+    `BlockResidual` for each layer. `given`: the call's arguments by name; `kind`: the name of its class."""
 
-    def __init__(self, whole: Any, state: State, layer: int, given: dict[str, Any]) -> None:
-        self.whole, self.state, self.layer = whole, state, layer
+    def __init__(
+        self, whole: Any, state: State, layer: int, given: dict[str, Any], branches: "Branches", kind: str
+    ) -> None:
+        self.whole, self.state, self.layer, self.branches, self.kind = whole, state, layer, branches, kind
         self.layers: Any = getattr(whole, "layers", [whole])
         self.size = len(whole.parts) // len(self.layers)  # sublayers of a layer
         every = whole.structure.writes
@@ -71,6 +113,7 @@ class Block:
         """For each addition to the stream, its number in `Structure.reads`, which also counts those left out."""
         self.written = 0
         """How many additions to the stream have run."""
+        self.factors: list[float] = []  # the numbers by which the code has multiplied tensors since then
         self.since = self.times = 0  # the additions and products with the stream since the last of those
         self.sum: Tensor | None = None  # the branches so far of a sublayer that adds several
         self.read: Any = None  # x, or a mixture of the streams, before the norm of the sublayer under way
@@ -98,6 +141,12 @@ class Block:
 
     def before(self, own: nn.Module | None = None) -> Tensor:
         """Returns the tensor that the sublayer reads. `own`: a norm in place of the scheme's."""
+        x = self._before(own)
+        changed = self.branches.changed
+        return x if changed is None or self.part.before is not None else changed(x)
+
+    def _before(self, own: nn.Module | None) -> Tensor:
+        """Returns the tensor that the scheme lets the sublayer read."""
         main = only_norm(self.sublayer.before)
         if own is not None and main is not None:
             x = apply_norm(own, self.read, None)
@@ -115,6 +164,8 @@ class Block:
     def write(self, f: Tensor) -> None:
         """Computes the scheme's step with the branch F(x) = f. If the sublayer adds several branches one by one, this
         computes it with their sum at the last one."""
+        self._check_factor()
+        f = self.branches.kept(f, f"the sublayer {self.part} of a {self.kind}" if self.part.before is None else "")
         self.sum = f if self.sum is None else self.sum + f
         i, self.written, self.since, self.times = self.writes[self.written], self.written + 1, 0, 0
         if self.part is not None and self.writes[self.written] == i:
@@ -137,6 +188,13 @@ class Block:
                 self.residual, self.layer = self.layers[self.writes[self.written] // self.size], self.layer + 1
                 enter_layer(s, self.residual, self.layer)
             self.open()
+
+    def _check_factor(self) -> None:
+        """Raises RuntimeError if the code did not multiply a tensor by the branch's factor, as it did in the run that
+        the swap is based on."""
+        factors, self.factors = [*self.factors, math.prod(self.factors)], []
+        if self.part.beta != 1 and not any(math.isclose(self.part.beta, n, rel_tol=1e-6) for n in factors):
+            raise RuntimeError(f"the branch of {self.part} has another factor than {self.part.beta:g}")
 
     def _step(self, step: Any, x: Tensor, f: Tensor, alpha_t: Any) -> Tensor:
         """Returns α·x + β·f with the gains of a sublayer or of a further stream."""
@@ -178,7 +236,7 @@ class Recomputed(TorchFunctionMode):
     """A run of the model from before the swap, with the swapped model's schemes. `base`: a copy of the model, made
     before the swap by `copied`."""
 
-    def __init__(self, base: nn.Module, swapped: nn.Module) -> None:
+    def __init__(self, base: nn.Module, swapped: nn.Module, branches: Branches | None = None) -> None:
         super().__init__()
         there = dict(base.named_modules())
         owners = ((name, residual_of(module), module) for name, module in swapped.named_modules())
@@ -194,6 +252,7 @@ class Recomputed(TorchFunctionMode):
         self.streams: dict[int, Sequence[Way]] = {}
         """The identities of tensors that are the stream, each with what the block has done to it without a reading."""
         self.within = 0  # norms and scales under way, whose operations are left alone
+        self.branches = Branches() if branches is None else branches
         self.is_narrow = False
         """Whether an operation has given 16-bit numbers, whose rounding two routes do not share."""
         self.alive: list[Tensor] = []  # keeps the stream's tensors alive, so that no identity is used twice
@@ -210,6 +269,11 @@ class Recomputed(TorchFunctionMode):
         if not self.open or self.within:
             return func(*args, **kwargs)
         block = self.open[-1]
+        numbers = [a for a in args if isinstance(a, int | float)]
+        if name in TIMES and len(numbers) == 1 and numbers[0]:
+            block.factors.append(1 / numbers[0] if "div" in name else numbers[0])
+        elif name in ADDITIONS and kwargs.get("alpha", 1) != 1:
+            block.factors.append(kwargs["alpha"])
         if name in ADDITIONS and len(args) == 2 and all(isinstance(a, torch.Tensor) for a in args):
             on = [a for a in args if id(a) in self.streams]
             if len(on) == 1:
@@ -230,6 +294,11 @@ class Recomputed(TorchFunctionMode):
             block.times += 1
             if at in block.whole.structure.scales:
                 return stream
+        elif name == "clamp" and id(stream) in self.streams:
+            block.state.x = func(block.state.x, *args[1:], **kwargs)
+            if block.part is not None:
+                block.open()
+            return self._stream(block.shown(), self.streams[id(stream)])
         elif name in FOLLOWED | {"__getitem__"} and id(stream) in self.streams:
             made = func(*args, **kwargs)
             way = self._way(func, name, args, kwargs, stream, made)
@@ -327,7 +396,7 @@ class Recomputed(TorchFunctionMode):
             state.others = (state.x,) * len(declared.streams)
             state.x = mixing.begin(declared.mixing, state.x)
         enter_layer(state, residual, layer)
-        self.open.append(Block(whole, state, layer, given))
+        self.open.append(Block(whole, state, layer, given, self.branches, type(module).__name__))
         block = self.open[-1]
         block.open()
         ways = [(lambda t: t.movedim(-1, 1), lambda t: t.movedim(1, -1))] if images else []
@@ -370,9 +439,11 @@ class Recomputed(TorchFunctionMode):
     def _norm(self, module: nn.Module, args: Any, out: Any) -> Any:
         """Returns what a module is to return that stands on the stream, last on a branch, or after the stack."""
         if not self.open:
-            gone = type(self.swapped.get_submodule(self.paths[module])) is nn.Identity
+            gone = module in self.paths and type(self.swapped.get_submodule(self.paths[module])) is nn.Identity
             return args[0] if gone else out
         block = self.open[-1]
+        if module not in self.inside:  # the norm after the stack, which a block calls, too
+            return out
         path = self.inside[module]
         parts = block.whole.parts
         if any(path in part.scales or path == part.branch for part in parts):
@@ -472,11 +543,29 @@ def disagreement(
     """
 
     def second(given: Any, is_double: bool) -> tuple[Observed, bool]:
-        """Returns this route's run, and whether it computes in 16 bits."""
+        """Returns this route's run, and whether it computes in 16 bits. Errors: InputError for a norm that was not
+        seen."""
         route = Recomputed(base, model)
         run = functools.partial(route.run, lambda one: _call(one, given))
         more: Any = {"beside": [model], "is_double": is_double}
-        return observe(base, run, [], training, now.has_backward, shifts, **more), route.is_narrow
+        first = observe(base, run, [], training, now.has_backward, shifts, **more)
+        branches = route.branches
+        if first.error is None and any(
+            part.before is None for whole, _ in route.blocks.values() for part in whole.parts
+        ):
+            for changed in (lambda x: 2 * x, lambda x: x.roll(1, -1)):
+                branches.again(changed)
+                more_route = Recomputed(base, model, branches)
+                run = functools.partial(more_route.run, lambda one: _call(one, given))
+                if observe(base, run, [], training, False, shifts, **more).error is not None:
+                    return first, route.is_narrow
+            if name := branches.norming():
+                raise InputError(
+                    f"{name} gives the same branch for twice its input: it norms its input by a formula, or by a "
+                    "module that is not called on the residual stream itself, and a scheme cannot replace that. Make "
+                    "it a module that is called on the stream"
+                )
+        return first, route.is_narrow
 
     message = _compared(*second(example, is_double=False), now)
     is_single = any(t.dtype == torch.float32 for t in now.outputs)

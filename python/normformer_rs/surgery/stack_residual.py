@@ -124,7 +124,9 @@ class StackResidual(Growing):
                     f"{self.place.config.residual} does something after the last of them: swap with an example that "
                     "runs it as often, or give depth="
                 )
-        begins, call.has_begun = not call.has_begun, True
+        # the first layer begins another pass if its input is not what the last one has returned
+        is_anew = layer == 0 and call.last is not None and call.last[0] is not x
+        begins, call.has_begun = is_anew or not call.has_begun, True
         # note the place for a recomputation, if it does not follow from the block's number alone
         if (is_shared or begins != (layer == 0)) and not torch.compiler.is_compiling():
             if torch.is_grad_enabled():
@@ -296,6 +298,9 @@ class StackCalls:
         if call is None:  # outside the stack's call, the last block is taken to be the only one that did not run
             layer = self.stack.place.depth - 2
         else:
+            is_narrow = y.shape[-1] == self.stack.width
+            if call.last is not None and y is not call.last[0] and is_narrow:
+                return None  # another tensor, which the model norms by the same module
             call.is_finished = True
             layer = self._layer(call)
         return (self.stack.finish(y, layer), *args[1:])

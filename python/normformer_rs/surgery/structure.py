@@ -109,13 +109,18 @@ class Structure(NamedTuple):
 def norm_after(run_record: Record, block: nn.Module) -> nn.Module | None:
     """Returns the norm that reads the output of a block's last call. A norm inside a block does not count, unless that
     block contains this one. None: there is no such norm."""
-    enclosing = {
-        other for other in run_record.blocks if other is not block and any(m is block for m in other.modules())
-    }
-    inside = {part for other in run_record.blocks - enclosing for part in other.modules()}
+    inside = _inside_others(run_record, block)
     return next(
         (norm for norm in _norms_that_read(run_record, run_record.calls[block][-1]) if norm not in inside), None
     )
+
+
+def _inside_others(run_record: Record, block: nn.Module) -> set[nn.Module]:
+    """Returns the modules of all blocks that do not contain this one."""
+    enclosing = {
+        other for other in run_record.blocks if other is not block and any(m is block for m in other.modules())
+    }
+    return {part for other in run_record.blocks - enclosing for part in other.modules()}
 
 
 def reads(norm: nn.Module, run_record: Record, block: nn.Module) -> bool:
@@ -125,12 +130,27 @@ def reads(norm: nn.Module, run_record: Record, block: nn.Module) -> bool:
     )
 
 
+def norms_after(run_record: Record, block: nn.Module) -> list[nn.Module]:
+    """Returns the norms outside the blocks that read the output of a block's calls, each as often as it does."""
+    inside = _inside_others(run_record, block)
+    calls = run_record.calls[block]
+    return [norm for call in calls for norm in _norms_that_read(run_record, call) if norm not in inside]
+
+
+def is_added_to(run_record: Record, block: nn.Module) -> bool:
+    """Returns whether the model itself adds something to the output of a block's last call: then the stream goes on."""
+    call = run_record.calls[block][-1]
+    later = itertools.takewhile(lambda node: node.module not in run_record.blocks, run_record.nodes[call.last :])
+    return any(node.what in ADDITIONS and call.y in node.inputs and len(node.inputs) == 2 for node in later)
+
+
 def _norms_that_read(run_record: Record, call: Call) -> Iterator[nn.Module]:
     """Yields the norms that read a call's output, directly or after operations that only move or cast it."""
-    seen = {call.y}
+    seen, width = {call.y}, call.shape[-1]
     for node in run_record.nodes[call.last :]:
         if node.inputs and node.inputs[0] in seen:
-            if node.what == "norm" and node.module is not None:
+            # the norm of merged patches is over several of them
+            if node.what == "norm" and node.module is not None and {width, call.shape[1]} & {*node.shapes[0][1:]}:
                 yield node.module
             elif node.what in UNCHANGED | {"dropout"}:
                 seen |= {*node.outputs}
@@ -253,6 +273,11 @@ class _Reader:
         reads, scales = self._reading_additions(steps), self._scales(steps)
         channels_first = self._has_channels_first()
         width = self.call.shape[1 if channels_first else -1]
+        if all(width not in p.shape for p in self.block.parameters()):
+            raise Unaccounted(
+                f"its input is of {' × '.join(map(str, self.call.shape))}, and none of its parameters has {width} rows "
+                "or columns: which dimension is the stream's width is not clear"
+            )
         result = Structure(parts, writes, reads, scales, channels_first, is_in_place=self._is_in_place(), width=width)
         result = result._replace(heads=self.heads, no_roles=self.roles.why, elsewhere=self._elsewhere(steps, parts))
         return result._replace(

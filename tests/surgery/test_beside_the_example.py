@@ -1,0 +1,370 @@
+"""What an example cannot show is refused, or is an error of the call that shows it; what it can show is right."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from normformer_rs import InputError
+from normformer_rs.surgery import swap_residuals
+
+D = 8
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """Pre-norm, with two feed-forwards."""
+
+    def __init__(self, feed_forward=None):
+        super().__init__()
+        self.n1, self.n2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.f1, self.f2 = FeedForward(), feed_forward or FeedForward()
+
+    def forward(self, x):
+        x = x + self.f1(self.n1(x))
+        return x + self.f2(self.n2(x))
+
+
+class Model(nn.Module):
+    def __init__(self, kind=Block, depth=2):
+        super().__init__()
+        self.blocks, self.norm = nn.ModuleList(kind() for _ in range(depth)), nn.LayerNorm(D)
+
+    def stack(self, x, *rest):
+        for block in self.blocks:
+            x = block(x, *rest)
+        return x
+
+    def forward(self, x, *rest):
+        return self.norm(self.stack(x, *rest))
+
+
+def numbers(*shape):
+    return torch.randn(*(shape or (2, 5, D)), dtype=torch.float64)
+
+
+def built(of, **options):
+    """A model of that class, or with blocks of it."""
+    torch.manual_seed(0)
+    return (of(**options) if issubclass(of, Model) else Model(of, **options)).double().eval()
+
+
+def refused(model, scheme, match, *example):
+    state, kinds = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
+    with pytest.raises(InputError, match=match):
+        swap_residuals(model, scheme, init=None, example=example or (numbers(),))
+    assert [type(m) for m in model.modules()] == kinds
+    assert all(torch.equal(t, state[key]) for key, t in model.state_dict().items())
+
+
+def swapped(model, scheme, *example):
+    swap_residuals(model, scheme, init=None, example=example or (numbers(),))
+    return model
+
+
+def mean_square(x):
+    return x.pow(2).mean(-1, keepdim=True) + 1e-6
+
+
+FORMULAS = {
+    "** -0.5": lambda x: x * mean_square(x) ** -0.5,
+    "pow": lambda x: x * torch.pow(mean_square(x), -0.5),
+    "linalg": lambda x: x / (torch.linalg.norm(x, dim=-1, keepdim=True) + 1e-6),
+    "multiply": lambda x: torch.multiply(x, torch.rsqrt(mean_square(x))),
+    "subtract": lambda x: torch.subtract(x, x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 1e-6).sqrt(),
+    "native": lambda x: torch.native_layer_norm(x, [D], None, None, 1e-5)[0],
+    "einsum": lambda x: x * torch.rsqrt(torch.einsum("...d,...d->...", x, x)[..., None] + 1e-6),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_norm_by_a_formula_is_refused_however_it_is_written(name):
+    class Formula(Block):
+        def forward(self, x):
+            x = x + self.f1(FORMULAS[name](x))
+            return x + self.f2(FORMULAS[name](x))
+
+    refused(built(Formula), "postnorm", "norms|gives the same branch for twice its input")
+
+
+class OverColumns(Block):
+    def forward(self, x):
+        x = x + self.f1(self.n1(x.flip(1)).flip(1))
+        return x + self.f2(self.n2(torch.cat([x, x], 1))[:, : x.shape[1]])
+
+
+def test_a_norm_module_that_reads_a_rearranged_stream_is_refused():
+    refused(built(OverColumns), "prenorm", "gives the same branch for twice its input")
+
+
+class ChannelsFirst(Block):
+    def forward(self, x):
+        x = x + self.f1(self.n1(x.transpose(1, 2))).transpose(1, 2)
+        return x + self.f2(self.n2(x.transpose(1, 2))).transpose(1, 2)
+
+
+def test_a_stream_of_unclear_width_is_refused():
+    class Images(Model):
+        def forward(self, x):
+            return self.stack(x).mean(-1)
+
+    refused(built(Images, kind=ChannelsFirst), "postnorm", "which dimension is the stream's width", numbers(2, D, 5))
+
+
+def test_a_call_that_shows_no_output_proves_nothing():
+    class Silent(Model):
+        def forward(self, x):
+            self.result = super().forward(x)
+
+    refused(built(Silent), "dlcl", "returned no floating-point tensor")
+
+    @dataclass
+    class Output:
+        hidden: torch.Tensor
+
+    class Packed(Model):
+        def forward(self, x):
+            h = self.stack(x)
+            return Output(self.norm(h + 0.1 * self.blocks[0].n1(h)))
+
+    model, x = built(Packed), numbers()
+    want = model(x).hidden
+    torch.testing.assert_close(swapped(model, "prenorm")(x).hidden, want, rtol=1e-9, atol=1e-9)
+
+
+def test_dropout_between_blocks_takes_no_scheme_with_several_tensors():
+    class Dropping(Model):
+        def __init__(self):
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def stack(self, x):
+            for block in self.blocks:
+                x = self.drop(block(x))
+            return x
+
+    refused(built(Dropping), "denseformer", "Dropout acts on the hidden state between blocks")
+    swapped(built(Dropping), "prenorm")
+
+
+def test_a_shared_feed_forward_takes_no_scheme_that_acts_in_it():
+    shared = FeedForward()
+    refused(Model(lambda: Block(shared)).double().eval(), "normformer", "share a Linear")
+    swapped(Model(lambda: Block(shared)).double().eval(), "sandwich")
+
+
+class NormsAnother(Model):
+    def forward(self, x, other):
+        return self.norm(self.stack(x)), self.norm(other)
+
+
+class TwoHeads(Model):
+    def __init__(self):
+        super().__init__()
+        self.other = nn.LayerNorm(D)
+
+    def forward(self, x):
+        x = self.stack(x)
+        return self.norm(x), self.other(x)
+
+
+class AnotherBlock(Model):
+    def __init__(self):
+        super().__init__()
+        self.last = Block()
+
+    def forward(self, x):
+        return self.norm(self.last(self.stack(x)))
+
+
+def test_a_last_norm_with_other_uses_is_not_removed():
+    refused(built(NormsAnother), "postnorm", "also calls it on another tensor", numbers(), numbers())
+    refused(built(TwoHeads), "postnorm", "norms the output of that stack, too")
+    x, other = numbers(), numbers()
+    model = built(NormsAnother)
+    want = model.norm(other)
+    assert torch.equal(swapped(model, "peri-ln", x, other)(x, other)[1], want)
+
+
+def test_the_norm_of_a_block_behind_the_list_is_not_the_stacks():
+    model = built(AnotherBlock)
+    swapped(model, "postnorm")
+    assert type(model.last.n1) is nn.LayerNorm and type(model.norm) is nn.LayerNorm
+
+
+class Gated(Block):
+    """Reads more if it gets a second tensor."""
+
+    def forward(self, x, how=None):
+        h = self.n1(x)
+        if how == "raw":
+            h = h * x.sigmoid()
+        if how == "cat":
+            h = self.n1(torch.cat([x, x], 1))[:, x.shape[1] :]
+        if how == "write":
+            x[:, 0] = 0
+        x = x + self.f1(h)
+        return x + self.f2(self.n2(x))
+
+
+def test_a_call_that_reads_the_stream_itself_gets_it():
+    model, x = built(Gated), numbers()
+    want = model(x, "raw")
+    torch.testing.assert_close(swapped(model, "prenorm", x)(x, "raw"), want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("how, match", [("cat", "on another tensor than its residual"), ("write", "writes into its")])
+def test_a_call_that_does_more_than_the_example_is_an_error(how, match):
+    model = swapped(built(Gated), "postnorm")
+    with pytest.raises(InputError, match=match):
+        model(numbers(), how)
+
+
+class MaskedNorm(nn.LayerNorm):
+    def forward(self, x, mask=None):
+        return super().forward(x) if mask is None else super().forward(x) * mask
+
+
+class Masked(Block):
+    def __init__(self):
+        super().__init__()
+        self.n1 = MaskedNorm(D)
+
+    def forward(self, x, mask=None):
+        x = x + self.f1(self.n1(x, mask))
+        return x + self.f2(self.n2(x))
+
+
+def test_a_norm_that_gets_a_second_tensor_is_an_error():
+    model = swapped(built(Masked), "prenorm")
+    with pytest.raises(InputError, match="gives its MaskedNorm a second tensor"):
+        model(numbers(), torch.ones(2, 5, 1, dtype=torch.float64))
+
+
+class Cached(Block):
+    def forward(self, x, cache=None):
+        h = self.n1(x)
+        if cache is not None:
+            cache["n"] = cache.get("n", 0) + h.shape[1]
+            cache.setdefault("seen", []).append(h)
+        return super().forward(x)
+
+
+def test_a_dictionary_among_the_arguments_stays_the_callers():
+    model, cache = swapped(built(Cached), "prenorm"), {}
+    model(numbers(), cache)
+    assert cache["n"] == 10 and len(cache["seen"]) == 2
+
+
+class Logs(Block):
+    def __init__(self):
+        super().__init__()
+        self.log, self.table = [], {}
+
+    def forward(self, x):
+        self.log.append(x.mean().item())
+        self.table[len(self.table)] = 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("scheme", ["prenorm", "value-residual"])
+def test_lists_and_dictionaries_of_modules_stay_as_they_were(scheme):
+    model = built(Logs)
+    try:
+        swapped(model, scheme)
+    except InputError:
+        assert scheme == "value-residual"
+    assert all(block.log == [] and block.table == {} for block in model.blocks)
+
+
+def test_a_second_pass_in_one_call_begins_anew():
+    class Twice(Model):
+        def forward(self, x, other=None):
+            first = super().forward(x)
+            return first if other is None else (first, super().forward(other))
+
+    x, other = numbers(), numbers()
+    model = swapped(built(Twice), "peri-ln", x)
+    torch.testing.assert_close(model(x, other)[1], model(other), rtol=1e-12, atol=1e-12)
+
+
+def test_a_factor_of_evaluation_alone_is_refused():
+    class Survives(Block):
+        def forward(self, x):
+            if self.training:
+                return super().forward(x)
+            x = x + 0.8 * self.f1(self.n1(x))
+            return x + 0.8 * self.f2(self.n2(x))
+
+    refused(built(Survives), "postnorm", "has another factor than 0.8")
+
+
+def test_an_unread_clamp_changes_what_follows():
+    class Clamped(Block):
+        def forward(self, x):
+            x = (x + self.f1(self.n1(x))).clamp(-2, 2)
+            return x + self.f2(self.n2(x))
+
+    model, x = built(Clamped), numbers()
+    want = model(9 * x)
+    torch.testing.assert_close(swapped(model, "prenorm", 0.1 * x)(9 * x), want, rtol=1e-9, atol=1e-9)
+
+
+def test_lists_that_take_turns_after_a_reshape_share_their_stream():
+    class Turns(Model):
+        def __init__(self):
+            super().__init__()
+            self.others = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, x):
+            for block, other in zip(self.blocks, self.others):
+                x = other(block(x).reshape(1, -1, D)).reshape(x.shape)
+            return self.norm(x)
+
+    refused(built(Turns), "deepnorm", "whose layers are not alike")
+
+
+def test_layers_that_take_some_positions_have_no_common_begin():
+    class Routed(Model):
+        def forward(self, x):
+            x = self.blocks[0](x)
+            return self.norm(torch.cat([x[:, :2], self.blocks[1](x[:, 2:])], 1))
+
+    refused(built(Routed), "peri-ln", "between its blocks the model reads")
+    swapped(built(Routed), "sandwich")
+
+
+class Recomputing(Block):
+    def __init__(self):
+        super().__init__()
+        self.n3, self.qkv, self.out = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def attend(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, D // 2)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def forward(self, x):
+        x = x + checkpoint(self.attend, self.n3(x), use_reentrant=False)
+        return x + self.f2(self.n2(x))
+
+
+def test_values_of_earlier_layers_are_gone_where_a_part_is_recomputed():
+    model = built(Recomputing)
+    try:
+        swapped(model, "value-residual")
+    except InputError:
+        return
+    with pytest.raises(InputError, match="computes a part again in the backward pass"):
+        model(numbers().requires_grad_()).sum().backward()
