@@ -106,7 +106,7 @@ class OverColumns(Block):
 
 
 def test_a_norm_module_that_reads_a_rearranged_stream_is_refused():
-    refused(built(OverColumns), "prenorm", "gives the same branch for twice its input")
+    refused(built(OverColumns), "prenorm", "norms a part or a rearrangement|gives the same branch")
 
 
 class ChannelsFirst(Block):
@@ -120,7 +120,8 @@ def test_a_stream_of_unclear_width_is_refused():
         def forward(self, x):
             return self.stack(x).mean(-1)
 
-    refused(built(Images, kind=ChannelsFirst), "postnorm", "which dimension is the stream's width", numbers(2, D, 5))
+    match = "which dimension is the stream's width|norms a part or a rearrangement"
+    refused(built(Images, kind=ChannelsFirst), "postnorm", match, numbers(2, D, 5))
 
 
 def test_a_call_that_shows_no_output_proves_nothing():

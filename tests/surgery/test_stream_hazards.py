@@ -226,7 +226,7 @@ class Detached(Base):
 
 
 def test_a_norm_of_a_detached_stream_is_the_branchs_own_and_refused():
-    with pytest.raises(InputError, match="gives the same branch for twice its input"):
+    with pytest.raises(InputError, match="norms a part or a rearrangement of the residual"):
         made(Detached, "prenorm", torch.randn(2, 5, D, dtype=torch.float64))
 
 

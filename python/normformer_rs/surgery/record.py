@@ -241,7 +241,7 @@ class Record(TorchFunctionMode):
     def sources(self, x: Key) -> Iterator[Key]:
         """Yields the key of a tensor, and those of the tensors of which it is a rearrangement or a cast."""
         yield x
-        while x in self.made and self.nodes[self.made[x]].what in UNCHANGED and self.nodes[self.made[x]].inputs:
+        while x in self.made and self.nodes[self.made[x]].what in UNCHANGED | {"transpose_last"}:
             x = self.nodes[self.made[x]].inputs[0]
             yield x
 

@@ -299,7 +299,8 @@ class StackCalls:
             layer = self.stack.place.depth - 2
         else:
             is_narrow = y.shape[-1] == self.stack.width
-            if call.last is not None and y is not call.last[0] and is_narrow:
+            is_last = y is call.last[0] if call.last is not None else self.stack.compiled_last is not None
+            if is_narrow and not is_last:
                 return None  # another tensor, which the model norms by the same module
             call.is_finished = True
             layer = self._layer(call)

@@ -291,6 +291,12 @@ class _Reader:
         statistics = set[Key]()  # means, variances and sums of its rows
         roots = set[Key]()  # roots and reciprocals of these statistics
         for node in self.nodes[self.call.first : self.call.last]:
+            is_norm_beside = node.what == "norm" and node.inputs[0] not in self.level
+            if is_norm_beside and any(source in self.level for source in self.record.sources(node.inputs[0])):
+                raise Unaccounted(
+                    f"a {type(node.module).__name__} norms a part or a rearrangement of the residual stream, and only "
+                    "a norm that is called on the stream itself can be replaced"
+                )
             reads_value_first = any(k in values for k in node.inputs[:1])
             reads_value = any(k in values for k in node.inputs)
             reads_root = any(k in roots for k in node.inputs)
