@@ -27,7 +27,7 @@ REFUSED = {
     "X-MOD": "a tensor that is not computed from the stream is added to it",
     "SqueezeBERT": "the run did not call it with a tensor",
     "ViTDet": ON_STREAM,
-    "PatchTST": "norms a part or a rearrangement of the residual stream",
+    **dict.fromkeys(("PatchTST", "timm TNT"), "norms a part or a rearrangement of the residual stream"),
 }
 """Models of which nothing is taken, with the reason."""
 OTHERS = {
