@@ -4,7 +4,7 @@ pub mod amx;
 /// Outside Linux torch has another OpenMP, whose waits nothing here shortens.
 #[cfg(not(target_os = "linux"))]
 pub mod contention {
-    pub struct ContentionWatch;
+    pub use std::convert::Infallible as ContentionWatch;
 
     pub fn watch() -> Option<ContentionWatch> {
         None
