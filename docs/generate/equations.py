@@ -202,7 +202,7 @@ class _Parser:
         return mathml
 
     def group(self, opened: str) -> str:
-        """Returns a group, whose opening sign `opened` was just read, with its parentheses. Braces are not shown."""
+        """Returns a group with its parentheses. Its opening sign `opened` was just read. Braces are not shown."""
         inside = self.row(_OPEN[opened])
         self.take()
         if opened == "{":

@@ -111,8 +111,8 @@ def test_a_norm_module_that_reads_a_rearranged_stream_is_refused():
 
 class ChannelsFirst(Block):
     def forward(self, x):
-        x = x + self.f1(self.n1(x.transpose(1, 2))).transpose(1, 2)
-        return x + self.f2(self.n2(x.transpose(1, 2))).transpose(1, 2)
+        x = x + self.f1(x.transpose(1, 2)).transpose(1, 2)
+        return x + self.f2(x.transpose(1, 2)).transpose(1, 2)
 
 
 def test_a_stream_of_unclear_width_is_refused():
@@ -120,8 +120,7 @@ def test_a_stream_of_unclear_width_is_refused():
         def forward(self, x):
             return self.stack(x).mean(-1)
 
-    match = "which dimension is the stream's width|norms a part or a rearrangement"
-    refused(built(Images, kind=ChannelsFirst), "postnorm", match, numbers(2, D, 5))
+    refused(built(Images, kind=ChannelsFirst), "postnorm", "which dimension is the stream's width", numbers(2, D, 5))
 
 
 def test_a_call_that_shows_no_output_proves_nothing():
@@ -357,15 +356,10 @@ class Recomputing(Block):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
     def forward(self, x):
-        x = x + checkpoint(self.attend, self.n3(x), use_reentrant=False)
+        h = self.n3(x)
+        x = x + (checkpoint(self.attend, h, use_reentrant=False) if self.training else self.attend(h))
         return x + self.f2(self.n2(x))
 
 
 def test_values_of_earlier_layers_are_gone_where_a_part_is_recomputed():
-    model = built(Recomputing)
-    try:
-        swapped(model, "value-residual")
-    except InputError:
-        return
-    with pytest.raises(InputError, match="computes a part again in the backward pass"):
-        model(numbers().requires_grad_()).sum().backward()
+    refused(built(Recomputing), "value-residual", "computes a part again in the backward pass")

@@ -169,7 +169,7 @@ def test_a_stream_added_to_its_branch_in_place():
     assert max(compare("in place, onto the branch", "deepnorm")) < ERROR
 
 
-def refused(monkeypatch, name, scheme, owner, method, wrong):
+def refused(monkeypatch, name, scheme, owner, method, wrong, **options):
     """The message of a swap during which `wrong(original, *args)` stands for a method of the swapped blocks. It stays
     away in the identity swap, which comes before."""
     model, inputs = build(name)
@@ -182,7 +182,7 @@ def refused(monkeypatch, name, scheme, owner, method, wrong):
 
     monkeypatch.setattr(owner, method, spoilt)
     with pytest.raises(InputError, match="does not compute the scheme's equations") as refusal:
-        swap(model, scheme, inputs)
+        nfrs.swap_residuals(model, scheme, init=None, example=inputs, **options)
     assert [type(m) for m in model.modules()] == kinds
     assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
     return str(refusal.value)
@@ -197,6 +197,8 @@ def test_a_swap_whose_blocks_compute_another_scheme_is_refused(monkeypatch):
     for method, change, message in wrong:
         with monkeypatch.context() as patch:
             assert message in refused(patch, "GPT2", "deepnorm", BlockResidual, method, change)
+        with monkeypatch.context() as patch:  # a stack of more layers than there are blocks
+            assert message in refused(patch, "GPT2", "deepnorm", BlockResidual, method, change, depth=24)
 
 
 def bent(f):

@@ -68,7 +68,7 @@ class Figures:
         self._write({(row["section"], row["what"]): row for row in kept})
 
     def _write(self, rows: dict[tuple[str, str], Row]) -> None:
-        """Replaces gpu.csv by these rows, whose keys are (section, what)."""
+        """Replaces gpu.csv by these rows: (section, what) → the row."""
         names = ["section", "what", "value", "unit", "bar", "met", *self.common]
         aside = self.path.with_suffix(".part")  # a kill while it is written leaves gpu.csv unchanged
         with aside.open("w", newline="") as file:

@@ -43,7 +43,7 @@ class Section(NamedTuple):
     """A group of measurements that runs in a process of its own."""
 
     what: str
-    """What is measured, for the help text."""
+    """A description of the measurement, for the help text."""
     limit: float
     """The time limit in seconds."""
     run: Callable[[Figures, Options], None]

@@ -16,8 +16,6 @@ _SEGMENT = re.compile(r'<seg id="[0-9]*">\s*')
 _END = re.compile(r"\s*</seg>\s*")
 _SPACES = re.compile(r"\s+")
 
-Work = Callable[[list[str]], list[str]]
-
 
 def segments(lines: Iterable[str]) -> Iterator[str]:
     """Yields the sentences of a test set, from the lines of its SGML or XML file."""

@@ -39,7 +39,7 @@ DIGESTS = {
 """The SHA-256 of each file with which results were measured."""
 _WORDS, _RATIO = (2, 80), 2
 """Limits for a pair: the least and the most words of each side, and the ratio of their lengths in characters."""
-# Tags in OSIS, the modules' markup: the start of a chapter, whose name is the group, and the start of a book.
+# Tags in OSIS, the modules' markup: the start of a chapter (the group is its name), and the start of a book.
 _CHAPTER = re.compile(rb'<chapter[^>]*osisID="(\w+\.\d+)"[^>]*sID')
 _BOOK = re.compile(rb'<div canonical="true"[^>]*sID')
 # Notes and titles, with their content.

@@ -345,8 +345,8 @@ class BlockResidual(Growing):
         return streams if following is None else open_streams(self, self.sublayers[following], streams)
 
     def _closed(self, i: int, streams: Streams, f: Tensor, dropout: nn.Module, following: NormAt | None) -> Streams:
-        """Returns the streams after the residual connection of sublayer i, whose branch is f. `following`: the next
-        sublayer's norm, which the same fused step computes; None: it does not."""
+        """Returns the streams after sublayer i has added its branch f. `following`: the next sublayer's norm, which the
+        same fused step computes; None: it does not."""
         alpha_t = self._stack[0].grown(self.place.layer)
         if self.parts[i].beta != 1.0:  # undo the block's own factor on the branch: the scheme has its own
             f = f / self.parts[i].beta
@@ -366,7 +366,7 @@ class BlockResidual(Growing):
         """Returns the block's module at a path."""
         return self._block[0].get_submodule(path)
 
-    # Blocks of registered classes, whose converted forward calls `step` for each sublayer.
+    # The converted forward of a registered class calls `step` for each sublayer.
 
     def step(
         self, i: int, x: Tensor, function: Callable[[Tensor], Any], dropout: nn.Module | float | None = None

@@ -173,21 +173,21 @@ def _refuse_inside(group: Group, place: Place, to: Any) -> None:
     # the scheme or the option that acts there, for the message
     what = to if option is None else "qk_norm=True" if option == "qk_norm" else option
     advice = "choose another scheme" if option is None else "leave it out"
+    usual = Place(place.config, place.stack)  # without roles it is unknown which sublayers are attention
+    acts_inside = any(s.inside for layer in usual.declared.layers for s in layer.sublayers)
     hooked: set[nn.Module] = set()  # the linear layers that the scheme acts at, so far
     for i, block in enumerate(group.blocks):
         kind = type(block).__name__
-        usual = Place(place.config, place.stack)  # without roles it is unknown which sublayers are attention
-        acts_inside = any(s.inside for layer in usual.declared.layers for s in layer.sublayers)
         if (why := structure_of(block).no_roles) and acts_inside:
             raise InputError(
                 f"{what} acts inside sublayers, and what {kind}'s matrices are for is unknown ({why}): {advice}"
             )
         for part, sublayer in zip(parts_of(block), place.at(i).sublayers):
-            places: list[tuple[str, str]] = []
+            paths: set[str] = set()
             for point in sublayer.inside:
                 # no hook reaches queries, keys and values unless known columns of one layer's output hold them
-                is_hidden = point in PROJECTIONS and projected(block, part, point, place.config.heads) is None
-                if is_hidden or (point in BEFORE_PRODUCTS and point not in PROJECTIONS):
+                found = projected(block, part, point, place.config.heads) if point in PROJECTIONS else None
+                if point in BEFORE_PRODUCTS and found is None:
                     raise InputError(
                         f"{what} acts between projections and products of attention, and the run of {kind} does not "
                         f"show which columns of one layer's output are each head's {point}: {advice}"
@@ -199,14 +199,11 @@ def _refuse_inside(group: Group, place: Place, to: Any) -> None:
                     )
                 if point not in (*PROJECTIONS, "input") and point not in POINTS:
                     raise InputError(f"{what} acts at {point} of attention, which {kind} does not expose: {advice}")
-                path = ""
                 if point in POINTS:
-                    path = path_of(block, part, POINTS[point][0])  # raises if no layer, or several, have that role
-                elif point in PROJECTIONS:
-                    found = projected(block, part, point, place.config.heads)
-                    path = "" if found is None else found[0]
-                places.append((path, point))
-            for linear in {block.get_submodule(path) for path, _ in places if path}:
+                    paths.add(path_of(block, part, POINTS[point][0]))  # raises if no layer, or several, have that role
+                elif found is not None:
+                    paths.add(found[0])
+            for linear in {block.get_submodule(path) for path in paths}:
                 if linear in hooked:
                     raise InputError(
                         f"{what} acts inside sublayers, and {kind}s of {group.path} share a {type(linear).__name__} "

@@ -22,16 +22,13 @@ from ..declarations.declared import Change, only_norm
 from ..errors import InputError
 from ..nn import mixing
 from ..nn.interpreter import apply_changes, apply_norm, gain
+from .block_residual import POINTS
 from .blocks import width_into
 from .converted import residual_of
 from .examples import caller
 from .proof import Observed, differ, in_words, observe
 from .record import ADDITIONS, FOLLOWED, TIMES, exchanged, stream_in, takes_all, tensors_in
 from .residual_stream import Identity
-
-POINTS = {"after_heads": ("output", True), "after_output": ("output", False)}
-POINTS |= {"before_activation": ("fc1", False), "after_activation": ("fc2", True)}
-"""Points inside a sublayer: the role of the linear layer there, and whether the point is before it."""
 
 Way = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 """An operation that a block applies to the residual stream without reading it, such as a reshape, and its inverse."""
@@ -231,6 +228,9 @@ class Recomputes(Exception):
 class LayersAreMissing(Exception):
     """Raised if a run leaves out layers, as LayerDrop does: this route ends stacks after their last layer."""
 
+    def __init__(self) -> None:
+        super().__init__("the run leaves out layers of a stack, or runs them in another order than the list's")
+
 
 class Recomputed(TorchFunctionMode):
     """A run of the model from before the swap, with the swapped model's schemes. `base`: a copy of the model, made
@@ -339,14 +339,14 @@ class Recomputed(TorchFunctionMode):
             for point, changes in sublayer.inside.items():
                 if point == "input":
                     continue
-                role, is_before = POINTS.get(point, (point, False))
+                role, side = POINTS.get(point, (point, "after"))
                 (linear,) = [one for one in part.linears if role in one.roles]
                 size = 0
                 if point == role and not linear.rows:
                     size = width_into(self.blocks[block][1], part, "output") // residual.place.config.heads
                 change = functools.partial(self._changed, residual, changes, linear, role, size)
                 module = block.get_submodule(linear.path)
-                if is_before:
+                if side == "before":
                     yield module.register_forward_pre_hook(lambda _, args, change=change: (change(args[0]), *args[1:]))
                 else:
                     yield module.register_forward_hook(lambda _, __, out, change=change: change(out))
@@ -368,7 +368,7 @@ class Recomputed(TorchFunctionMode):
             y = y.unflatten(-1, (-1, size)) if by_head else y
             y = apply_changes(residual, (change,), y, None, self.open[-1].state.kept)
             y = y.flatten(-2) if by_head else y
-        return x.index_copy(-1, torch.tensor(columns), y)
+        return x.index_copy(-1, torch.tensor(columns, device=x.device), y)
 
     # Hooks.
 
@@ -413,7 +413,8 @@ class Recomputed(TorchFunctionMode):
             raise RuntimeError(f"{block.written} of {len(block.writes)} additions to the stream were seen")
         state, stack = block.state, block.residual._stack[0]
         y = state.x
-        if block.layer + 1 == stack.place.depth:
+        # the stack ends with the last block of the list, also if `depth=` gives it more layers
+        if block.layer + 1 == len(stack._blocks) * block.residual.structure.calls:
             y = self._finished(stack, state)
             del self.states[stack]
         elif stack.place.declared.mixing is not None:
@@ -534,7 +535,7 @@ def disagreement(
 
     Runs in f32 that differ are made again in f64, where rounding is no reason. In a run that computes in 16 bits
     gradients are not compared, and outputs as those of 16 bits. Gradients are not compared either if the backward pass
-    runs parts of the model once more, and nothing is if the run leaves out layers.
+    runs parts of the model once more, and nothing is if a run in training mode leaves out layers.
 
     Args:
         example: the example of `swap_residuals`.
@@ -557,8 +558,9 @@ def disagreement(
                 branches.again(changed)
                 more_route = Recomputed(base, model, branches)
                 run = functools.partial(more_route.run, lambda one: _call(one, given))
-                if observe(base, run, [], training, False, shifts, **more).error is not None:
-                    return first, route.is_narrow
+                again = observe(base, run, [], training, False, shifts, **more)
+                if again.error is not None:
+                    return again, route.is_narrow
             if name := branches.norming():
                 raise InputError(
                     f"{name} gives the same branch for twice its input: it norms its input by a formula, or by a "
@@ -567,13 +569,13 @@ def disagreement(
                 )
         return first, route.is_narrow
 
-    message = _compared(*second(example, is_double=False), now)
+    message = _compared(*second(example, is_double=False), now, training)
     is_single = any(t.dtype == torch.float32 for t in now.outputs)
     if message is None or callable(example) or not is_single:
         return message
     doubled = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, example)
     exact = observe(model, lambda: _call(model, doubled), [], training, now.has_backward, shifts, is_double=True)
-    return message if exact.error is not None else _compared(*second(doubled, is_double=True), exact)
+    return message if exact.error is not None else _compared(*second(doubled, is_double=True), exact, training)
 
 
 def _call(model: nn.Module, example: Any) -> Any:
@@ -583,10 +585,10 @@ def _call(model: nn.Module, example: Any) -> Any:
     return run()
 
 
-def _compared(second: Observed, is_narrow: bool, now: Observed) -> str | None:
+def _compared(second: Observed, is_narrow: bool, now: Observed, training: bool) -> str | None:
     """Returns a message about the first difference between this route's run and the swapped model's. None: they agree
     as far as they can be compared. `is_narrow`: the run computes in 16 bits."""
-    if isinstance(second.error, LayersAreMissing):
+    if isinstance(second.error, LayersAreMissing) and training:
         return None
     if isinstance(second.error, Recomputes):
         second = second._replace(error=None, gradients={})
@@ -595,4 +597,7 @@ def _compared(second: Observed, is_narrow: bool, now: Observed) -> str | None:
     if is_narrow:
         second, now = (one._replace(outputs=[t.bfloat16() for t in one.outputs]) for one in (second, now))
         second = second._replace(gradients={})
+    pairs = [] if is_narrow else [*zip(second.outputs, now.outputs)]
+    if any(a.shape == b.shape and not torch.equal(a.isfinite(), b.isfinite()) for a, b in pairs):
+        return "other numbers of its outputs are finite"
     return differ(second, now)

@@ -140,7 +140,7 @@ def norms_after(run_record: Record, block: nn.Module) -> list[nn.Module]:
 def is_added_to(run_record: Record, block: nn.Module) -> bool:
     """Returns whether the model itself adds something to the output of a block's last call: then the stream goes on."""
     call = run_record.calls[block][-1]
-    later = itertools.takewhile(lambda node: node.module not in run_record.blocks, run_record.nodes[call.last :])
+    later = run_record.nodes[call.last :]
     return any(node.what in ADDITIONS and call.y in node.inputs and len(node.inputs) == 2 for node in later)
 
 
@@ -269,7 +269,7 @@ class _Reader:
         self._refuse_functions()
         groups, writes = self._sublayers(steps)
         self.moving = self._moving(steps)  # `_part` reads it through `_tail`
-        parts = tuple(self._part(group, i) for i, group in enumerate(groups))
+        parts = tuple(map(self._part, groups))
         reads, scales = self._reading_additions(steps), self._scales(steps)
         channels_first = self._has_channels_first()
         width = self.call.shape[1 if channels_first else -1]
@@ -538,7 +538,7 @@ class _Reader:
             own = [node.module]
         return own + [module for module in self.record.dropped.get(tensor, ()) if module in self.paths]
 
-    def _part(self, group: list[Step], index: int) -> Part:
+    def _part(self, group: list[Step]) -> Part:
         """Returns the description of one sublayer from its steps. Errors: Unaccounted, InputError."""
         branches = [step.branch for step in group if step.branch is not None]
         after = [self.paths[step.node.module] for step in group if step.is_norm]
