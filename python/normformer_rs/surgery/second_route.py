@@ -239,10 +239,11 @@ class Recomputed(TorchFunctionMode):
     def __init__(self, base: nn.Module, swapped: nn.Module, branches: Branches | None = None) -> None:
         super().__init__()
         there = dict(base.named_modules())
-        owners = ((name, residual_of(module), module) for name, module in swapped.named_modules())
+        # a wrapper, such as torch.compile's, also has the attributes of the module inside, which comes after it
+        owners = {residual_of(module): (name, module) for name, module in swapped.named_modules()}
         self.blocks: dict[nn.Module, tuple[Any, Any]] = {
             there[name]: (residual, module)
-            for name, residual, module in owners
+            for residual, (name, module) in owners.items()
             if residual is not None and name in there
         }
         """For each block of the base model: its residual, and the swapped block."""
