@@ -11,6 +11,8 @@ BIN := $(CURDIR)/$(VENV)/bin
 # torch-sys asks the first `python3` on PATH where libtorch is.
 export PATH := $(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Each process of the tests imports torch, which takes twice as long if it must be compiled first.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help
 help: ## what there is to make

@@ -1,5 +1,6 @@
 """Where the corpora are, and what a missing one means."""
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -37,6 +38,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "on_device" in getattr(item, "fixturenames", ()):
             item.add_marker("device")
+
+
+def pytest_collection_finish():
+    """What exists by now stays until the end, so the garbage collector need not look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):
