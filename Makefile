@@ -82,9 +82,20 @@ lint-python: build
 
 .PHONY: test-rust
 test-rust: build ## Rust tests
-	$(TIMED) "compile the Rust tests" $(CARGO) test --quiet --release --lib --no-run
-	# one thread: libtorch's generator is the process's, and tests that seed it must not draw between each other
-	$(TIMED) "Rust tests" $(CARGO) test --quiet --release --lib -- --test-threads=1
+	$(TIMED) "compile the Rust tests" $(RUST_TESTS) --no-run
+	$(TIMED) "Rust tests" $(MAKE) --silent --jobs 2 --output-sync test-rust-loops test-rust-others
+
+# Two processes of one thread each: libtorch's generator is the process's, and tests that seed it must not draw between
+# each other.
+RUST_TESTS := $(CARGO) test --quiet --release --lib
+RUST_LOOPS := train:: search::
+
+.PHONY: test-rust-loops test-rust-others
+test-rust-loops:
+	OMP_NUM_THREADS=1 $(RUST_TESTS) -- --test-threads=1 $(RUST_LOOPS)
+
+test-rust-others:
+	$(RUST_TESTS) -- --test-threads=1 $(RUST_LOOPS:%=--skip %)
 
 # As many processes as cores, one thread each. A test that has not ended after LIMIT seconds ends its process, which
 # prints where it stood; pytest names it and goes on.

@@ -278,7 +278,13 @@ def _cargo(arguments: list[str]) -> None:
     # maturin sets the same values. With different ones, cargo would compile pyo3 and its dependents again.
     os.environ["PYO3_PYTHON"] = str(Path(sys.executable).with_name("python3"))
     os.environ["PYO3_ENVIRONMENT_SIGNATURE"] = "cpython-{}.{}-64bit".format(*sys.version_info)
-    os.execvp("cargo", ["cargo", *(_compiled_torch_sys() if arguments[:1] == ["test"] else []), *arguments])
+    options = [*_compiled_torch_sys(), "--config", NOT_OPTIMISED] if arguments[:1] == ["test"] else []
+    os.execvp("cargo", ["cargo", *options, *arguments])
+
+
+NOT_OPTIMISED = "profile.release.package.normformer_rs.opt-level=0"
+"""The setting with which cargo compiles the Rust tests: optimised, they compile 110 s longer than they run shorter. The
+Python tests use the optimised code."""
 
 
 def _compiled_torch_sys() -> list[str]:
