@@ -247,12 +247,13 @@ def _interpreter(target: Path, packages: Path) -> Path:
     bin.mkdir(parents=True, exist_ok=True)
     link = _link(target / "packages", packages)
     for name in ("python", "python3"):
-        script = bin / name
+        script = _beside(bin / name)
         script.write_text(
             f"#!/bin/sh\nPYTHONPATH={shlex.quote(str(link))}${{PYTHONPATH:+:$PYTHONPATH}} "
             f'exec {shlex.quote(sys.executable)} "$@"\n'
         )
         script.chmod(0o755)
+        script.replace(bin / name)
     return bin
 
 
@@ -267,9 +268,16 @@ def _headers(target: Path) -> Path:
 
 def _link(link: Path, folder: Path) -> Path:
     """Makes `link` a symbolic link to the folder, in place of an older one, and returns it."""
-    link.unlink(missing_ok=True)
-    link.symlink_to(folder, target_is_directory=True)
+    new = _beside(link)
+    new.symlink_to(folder, target_is_directory=True)
+    new.replace(link)
     return link
+
+
+def _beside(path: Path) -> Path:
+    """Returns a path that no other process has, from which a file is moved to `path` in one step: another build may
+    use that one at the same time."""
+    return path.with_name(f"{path.name}.{os.getpid()}")
 
 
 def _cargo(arguments: list[str]) -> None:

@@ -308,7 +308,7 @@ def test_a_factor_of_evaluation_alone_is_refused():
             x = x + 0.8 * self.f1(self.n1(x))
             return x + 0.8 * self.f2(self.n2(x))
 
-    refused(built(Survives), "postnorm", "has another factor than 0.8")
+    refused(built(Survives), "postnorm", r"by another number than the 0\.8")
 
 
 def test_an_unread_clamp_changes_what_follows():
@@ -363,3 +363,55 @@ class Recomputing(Block):
 
 def test_values_of_earlier_layers_are_gone_where_a_part_is_recomputed():
     refused(built(Recomputing), "value-residual", "computes a part again in the backward pass")
+
+
+class Scaled(Block):
+    def forward(self, x, t=0.5):
+        x = x + self.f1(self.n1(x)) * t
+        return torch.add(x, self.f2(self.n2(x)), alpha=t)
+
+
+def test_a_factor_that_changes_after_the_swap_is_an_error():
+    class Timed(Model):
+        def forward(self, x, t=0.5):
+            return super().forward(x, t)
+
+    model, x = swapped(built(Timed, kind=Scaled), "postnorm"), numbers()
+    model(x), model(x, 0.5)
+    with pytest.raises(InputError, match=r"by another number than the 0\.5"):
+        model(x, 0.1)
+
+
+class Steps(Block):
+    def step(self, x):
+        x = x + self.f1(self.n1(x))
+        return x + self.f2(self.n2(x))
+
+
+class Decodes(Model):
+    """Has two ways through its blocks beside their forward."""
+
+    def decode(self, x):
+        for block in self.blocks:
+            x = block.step(x)
+        return self.norm(x)
+
+    def peep(self, x):
+        return self.blocks[0].f1(self.blocks[0].n1(x))
+
+
+@pytest.mark.parametrize("scheme, norm", [("postnorm", "LayerNorm"), ("rezero", "Identity"), ("prenorm", "LayerNorm")])
+def test_another_method_of_a_block_is_an_error(scheme, norm):
+    model, x = swapped(built(Decodes, kind=Steps), scheme), numbers()
+    model(x)
+    with pytest.raises(InputError, match=rf"step\(\) of Steps calls a swapped block's {norm} outside"):
+        model.decode(x)
+
+
+def test_a_removed_norm_is_not_called_by_other_modules():
+    model, x = built(Decodes, kind=Steps), numbers()
+    want = model.blocks[0].f1(model.blocks[0].n1(x))
+    swapped(model, "prenorm")
+    torch.testing.assert_close(model.peep(x), want)
+    with pytest.raises(InputError, match=r"peep\(\) of Decodes calls a swapped block's Identity"):
+        swapped(built(Decodes, kind=Steps), "rezero").peep(x)

@@ -3,9 +3,10 @@
 import contextlib
 import copy
 import inspect
+import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,21 @@ FOLLOWED = UNCHANGED - {"detach", "permute", "__getitem__", "requires_grad_"}
 """Operations of UNCHANGED whose output is still the residual stream, if they keep its rows."""
 TIMES = frozenset({"mul", "__mul__", "__rmul__", "mul_", "__imul__", "div", "__truediv__"})
 """Multiplications and divisions, element by element."""
+
+
+def factor_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
+    """Returns the number by which an operation multiplies a tensor. None: it multiplies by none. `name`: the
+    operation's."""
+    numbers = [a for a in args if isinstance(a, int | float) and not isinstance(a, bool)]
+    if name in TIMES and len(numbers) == 1 and numbers[0]:
+        return 1 / numbers[0] if "div" in name else numbers[0]
+    return kwargs["alpha"] if name in ADDITIONS and kwargs.get("alpha", 1) != 1 else None
+
+
+def has_factor(factors: Sequence[float], wanted: float) -> bool:
+    """Returns whether one of the numbers by which a block has multiplied tensors is `wanted`, or their product is."""
+    return any(math.isclose(wanted, n, rel_tol=1e-6) for n in (*factors, math.prod(factors)))
+
 
 Key = tuple[int, int]
 """Identifies a tensor and its values: (its id, its version, which each in-place write increments)."""

@@ -14,12 +14,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ..errors import InputError
 from ..nn.interpreter import Streams
-from .converted import Converted
-from .record import ADDITIONS, FOLLOWED, TIMES, UNCHANGED, takes_all
+from .converted import Converted, residual_of
+from .record import ADDITIONS, FOLLOWED, TIMES, UNCHANGED, factor_of, has_factor, takes_all
 from .structure import Structure
 
 _LOOKS = frozenset(
@@ -53,6 +54,8 @@ class Pass:
         """Whether the call has ended."""
         self.written = 0
         """The number of additions to the stream so far."""
+        self.factors: list[float] = []
+        """The numbers by which the block's code has multiplied tensors since the last addition."""
         self.has_gradients = torch.is_grad_enabled()
         self.seen: dict[tuple[str, int], int] = {}
         """(kind, number of writing additions before) → how many operations of the kind ("+" or "*") came since."""
@@ -97,6 +100,20 @@ class Pass:
                     "gradients would be lost: use use_reentrant=False, or checkpoint the whole block"
                 )
             frame = frame.f_back
+
+    def check_factor(self, sublayer: int) -> None:
+        """Raises InputError if the block's code did not multiply the branch of a sublayer by the number that it did in
+        the run that it was swapped by, and by which the scheme divides."""
+        if torch.compiler.is_compiling():
+            return
+        factors, self.factors = self.factors, []
+        part = self.residual.parts[sublayer]
+        if part.beta != 1 and not has_factor(factors, part.beta):
+            raise InputError(
+                f"{self.residual.described()} multiplies its branch of {part} by another number than the "
+                f"{part.beta:g} of the run that it was swapped by, which the scheme has replaced: undo() the swap, and "
+                "swap with an example that has the other number"
+            )
 
     def end(self) -> None:
         """Ends the call. From then on, only recomputations use its streams."""
@@ -363,6 +380,7 @@ def write(stream: Stream, f: Tensor) -> Stream:
                 "residual stream as it was before an earlier addition. Swap with an example that goes this way"
             )
         run.refuse_reentrant()
+        run.check_factor(run.writes[number])
         run.written = number + 1
     f = f if stream.parallel is None else stream.parallel + f
     # if the next branch belongs to the same sublayer, the scheme gets their sum
@@ -378,12 +396,15 @@ def write(stream: Stream, f: Tensor) -> Stream:
 
 
 class Identity(nn.Identity):
-    """Replaces a norm before a sublayer that the scheme does not have. Given the stream, returns the tensor that the
-    sublayer reads."""
+    """Replaces a norm of a block that the scheme does not have. Given the stream before a sublayer, returns the tensor
+    that the sublayer reads."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the tensor that the sublayer reads for the stream, and any other tensor as it is."""
-        return read(x, self) if isinstance(x, Stream) else x
+        """Returns the tensor that the sublayer reads for the stream before it, and any other tensor as it is."""
+        if not isinstance(x, Stream):
+            _refuse_outside(self)
+            return x
+        return read(x, self) if x.under_way.residual.stands_before(self, x) else x
 
 
 class StreamNorm(Converted):
@@ -425,6 +446,17 @@ class _Runs(threading.local):
 RUNS = _Runs()
 
 
+class _Factors(TorchFunctionMode):
+    """Notes the numbers by which a block's code multiplies tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if RUNS.under_way and not RUNS.is_schemes:
+            factor = factor_of(getattr(func, "__name__", ""), args, kwargs)
+            RUNS.under_way[-1].factors += [] if factor is None else [factor]
+        return func(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def under_way(run: Pass) -> Iterator[None]:
     """Marks the operations inside a `with` block as those of a block's own code, except where the scheme computes."""
@@ -433,8 +465,10 @@ def under_way(run: Pass) -> Iterator[None]:
         return
     before, RUNS.is_schemes = RUNS.is_schemes, False
     RUNS.under_way.append(run)
+    has_factors = any(part.beta != 1 for part in run.residual.parts)
     try:
-        yield
+        with _Factors() if has_factors else contextlib.nullcontext():
+            yield
     finally:
         RUNS.under_way.pop()
         RUNS.is_schemes = before
@@ -442,7 +476,9 @@ def under_way(run: Pass) -> Iterator[None]:
 
 def _refuse_plain(norm: nn.Module) -> None:
     """Raises InputError if a block's code calls one of its stream's norms with another tensor, and did not in the run
-    that it was swapped by."""
+    that it was swapped by, or outside the block's forward."""
+    if not RUNS.under_way:
+        _refuse_outside(norm)
     if torch.compiler.is_compiling() or RUNS.is_schemes or not RUNS.under_way:
         return
     residual = RUNS.under_way[-1].residual
@@ -452,3 +488,29 @@ def _refuse_plain(norm: nn.Module) -> None:
             f"{residual.described()} calls its {type(norm).__name__} on another tensor than its residual stream, "
             "unlike in the run that it was swapped by: swap with an example in which it does"
         )
+
+
+def _refuse_outside(norm: nn.Module) -> None:
+    """Raises InputError if another method of a block than its forward calls one of the block's norms, or a module
+    around the block calls one that the swap has removed. The swap has changed forwards alone."""
+    if torch.compiler.is_compiling() or RUNS.is_schemes or RUNS.under_way:
+        return
+    if torch._C._current_graph_task_id() != -1:  # a backward pass recomputes
+        return
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner, method, frame = frame.f_locals.get("self"), frame.f_code.co_name, frame.f_back
+        if not isinstance(owner, nn.Module) or owner is norm:
+            continue
+        is_block = residual_of(owner) is not None
+        if is_block and (method in _CALLS or method.startswith("torch_dynamo_resume")):
+            return
+        if (is_block or isinstance(norm, Identity)) and any(module is norm for module in owner.modules()):
+            raise InputError(
+                f"{method}() of {type(owner).__name__} calls a swapped block's {type(norm).__name__} outside the "
+                "block's forward, which alone has the new scheme: call the block instead, or undo() the swap"
+            )
+
+
+_CALLS = frozenset({"forward", "_call_impl", "_wrapped_call_impl"})
+"""The functions through which a call of a module runs."""

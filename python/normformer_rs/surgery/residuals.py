@@ -655,8 +655,7 @@ def _exchange_parts(block: nn.Module, residual: BlockResidual, own: Any, edits: 
     for path in dict.fromkeys(norms):
         norm = block.get_submodule(path)
         if not residual.uses(path):  # the scheme has no norm there
-            reads = any(path in (part.before, *part.twins) for part in parts)
-            _put_everywhere(block, norm, _identity_for(norm, reads))
+            _put_everywhere(block, norm, _identity_for(norm))
         elif own is None:
             edits.remember(norm)
             reclass(norm, converted_class(original(type(norm)), StreamNorm))
@@ -685,10 +684,10 @@ def _put_everywhere(block: nn.Module, old: nn.Module, new: nn.Module) -> None:
         _put(block, path, new)
 
 
-def _identity_for(norm: nn.Module, reads: bool) -> nn.Identity:
+def _identity_for(norm: nn.Module) -> Identity:
     """Returns an identity to replace a norm. It has an empty weight, since some blocks read the dtype of their norm's
-    weight. `reads`: whether the norm stood before a sublayer."""
-    identity, like = Identity() if reads else nn.Identity(), next(norm.parameters(), None)
+    weight."""
+    identity, like = Identity(), next(norm.parameters(), None)
     if like is not None:
         identity.register_buffer("weight", like.new_empty(0).detach(), persistent=False)
     return identity

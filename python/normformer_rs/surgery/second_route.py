@@ -9,7 +9,6 @@ the stream by the identity of tensors. It takes from the swap where the addition
 import contextlib
 import copy
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from .blocks import width_into
 from .converted import residual_of
 from .examples import caller
 from .proof import Observed, differ, in_words, observe
-from .record import ADDITIONS, FOLLOWED, TIMES, exchanged, stream_in, takes_all, tensors_in
+from .record import ADDITIONS, FOLLOWED, TIMES, exchanged, factor_of, has_factor, stream_in, takes_all, tensors_in
 from .residual_stream import Identity
 
 Way = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
@@ -189,8 +188,8 @@ class Block:
     def _check_factor(self) -> None:
         """Raises RuntimeError if the code did not multiply a tensor by the branch's factor, as it did in the run that
         the swap is based on."""
-        factors, self.factors = [*self.factors, math.prod(self.factors)], []
-        if self.part.beta != 1 and not any(math.isclose(self.part.beta, n, rel_tol=1e-6) for n in factors):
+        factors, self.factors = self.factors, []
+        if self.part.beta != 1 and not has_factor(factors, self.part.beta):
             raise RuntimeError(f"the branch of {self.part} has another factor than {self.part.beta:g}")
 
     def _step(self, step: Any, x: Tensor, f: Tensor, alpha_t: Any) -> Tensor:
@@ -270,11 +269,8 @@ class Recomputed(TorchFunctionMode):
         if not self.open or self.within:
             return func(*args, **kwargs)
         block = self.open[-1]
-        numbers = [a for a in args if isinstance(a, int | float)]
-        if name in TIMES and len(numbers) == 1 and numbers[0]:
-            block.factors.append(1 / numbers[0] if "div" in name else numbers[0])
-        elif name in ADDITIONS and kwargs.get("alpha", 1) != 1:
-            block.factors.append(kwargs["alpha"])
+        if (factor := factor_of(name, args, kwargs)) is not None:
+            block.factors.append(factor)
         if name in ADDITIONS and len(args) == 2 and all(isinstance(a, torch.Tensor) for a in args):
             on = [a for a in args if id(a) in self.streams]
             if len(on) == 1:
