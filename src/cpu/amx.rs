@@ -11,6 +11,7 @@ const LIMITS: [&str; 2] = ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"];
 /// the process with SIGILL. oneDNN reads the limit at its first use, so this must run at import. A limit that the
 /// user has set stays.
 pub fn avoid_if_broken() {
+    // AVX512_CORE_FP16 is oneDNN's highest level without AMX.
     if is_broken() && LIMITS.iter().all(|name| std::env::var_os(name).is_none()) {
         std::env::set_var(LIMITS[0], "AVX512_CORE_FP16");
     }
