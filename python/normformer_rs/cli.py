@@ -204,6 +204,7 @@ def _parser() -> Parser:
     completion.add_to(parser)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     for name, build in COMMANDS.items():
+        # `add` adds the command's own options to its parser; `run` runs the command with the parsed options.
         summary, run, add = build()
         command = commands.add_parser(name, help=summary, description=summary, add=add)
         command.set_defaults(run=run, parser=command)

@@ -86,11 +86,11 @@ class Field(NamedTuple):
             raise InputError(f"{self.name} must be a finite number; got {value}")
         if self.kind == "int" and not -(2**63) <= value < 2**63:
             raise InputError(f"{self.name} must be a whole number of 64 bits; got {value}")
-        least, most, otherwise = _RANGES.get(self.name, (None, None, ""))
+        least, most, reason = _RANGES.get(self.name, (None, None, ""))
         if least is not None and value < least and most is None:
             raise InputError(f"{self.name} must be at least {least}; got {value}")
         if most is not None and not least <= value <= most:
-            raise InputError(f"{self.name} must lie between {least} and {most}; got {value}{otherwise}")
+            raise InputError(f"{self.name} must lie between {least} and {most}; got {value}{reason}")
         if self.kind == "str":
             value = readable(self.name, value)
         # In a mixture by layers, `choice*layers,…,choice`, only the choices are checked here.
@@ -177,9 +177,9 @@ def _distance(a: str, b: str) -> int:
 
 
 def unknown(what: str, got: Any, choices: Iterable[str]) -> str:
-    """Returns an error such as `unknown norm "scalnorm" (did you mean "scalenorm"?); expected one of layernorm, …`. If
-    the name belongs to another table, the text names its option: `("mix-ln" is a residual scheme: residual="mix-ln")`,
-    on the command line as a flag."""
+    """Returns an error such as `unknown norm "scalnorm" (did you mean "scalenorm"?); expected one of layernorm, …`, for
+    the name `got`; `what` is the kind of name. If the name belongs to another table, the text names its option:
+    `("mix-ln" is a residual scheme: residual="mix-ln")`, on the command line as a flag."""
     got, choices = str(got), list(choices)
     near = _of_another_table(got) or closest(got, choices)
     return f'unknown {what} "{got}"{near}; expected one of {", ".join(choices)}'
@@ -206,6 +206,7 @@ _OPTIONS_OF_TABLES = {
     "inits": ("init", "an initialisation"),
     "parametrisations": ("parametrisation", "a parametrisation"),
 }
+"""For each table, the option that accepts its names, and the noun for one of them in messages."""
 
 
 def _of_another_table(got: str) -> str:

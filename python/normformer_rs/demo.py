@@ -48,6 +48,7 @@ more."""
 SIZES = {"train": 6000, "valid": 200, "test": 400}
 SEED = 1
 SHOWN = 5
+"""The number of translations that a run prints."""
 _DAYS = {
     "january": 31,
     "february": 28,
@@ -63,8 +64,8 @@ _DAYS = {
     "december": 31,
 }
 _APRIL = 4
-# In these ordinals the word after "thứ" differs from the number's word.
 _THU = {1: "nhất", 4: "tư"}
+"""The words after "thứ" in the two ordinals where it is not the word of the number."""
 
 
 class Pair(NamedTuple):
@@ -121,7 +122,8 @@ _BASICS = 200  # the first 100 numbers and 100 ordinals, in which every word occ
 
 
 def _items(draw: random.Random, words: Callable[..., str]) -> Iterator[Pair]:
-    """Yields the basics, then random items without end: 40 % cardinals, 20 % ordinals, 40 % dates."""
+    """Yields the basics, then random items without end: 40 % cardinals, 20 % ordinals, 40 % dates. `words`: the
+    function of `_words`."""
     for n in range(100):
         yield _cardinal(n, words)
         yield _ordinal(n + 1, words)

@@ -237,7 +237,7 @@ class DeclaredScheme(Scheme):
         return hash(json.dumps(self.data, sort_keys=True))
 
 
-# Declarations as plain data.
+# The functions below write declarations as plain data.
 
 
 def _stack(scheme: Scheme, first: Place) -> dict[str, Any]:

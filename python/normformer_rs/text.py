@@ -60,7 +60,7 @@ def escaped(text: str) -> str:
     >>> escaped("a\x1b[2J\n")
     'a\\x1b[2J\\n'
     """
-    return _UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _UNSHOWN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def read_lines(path: str, *, empty: bool = False, records: bool = False) -> list[str]:
@@ -77,7 +77,7 @@ def read_lines(path: str, *, empty: bool = False, records: bool = False) -> list
     name = "standard input" if path == STANDARD else path
     try:
         data = sys.stdin.buffer.read() if path == STANDARD else Path(path).read_bytes()
-        if data.startswith(b"\x1f\x8b"):
+        if data.startswith(b"\x1f\x8b"):  # gzip's first two bytes
             data = gzip.decompress(data)
     except MemoryError as error:
         raise InputError(f"{name}: its text does not fit into memory: give a smaller file, or more memory") from error
@@ -130,10 +130,10 @@ def open_regular(path: str | PathLike[str]) -> BinaryIO:
     Errors: InputError for a folder, a device or a pipe; FileNotFoundError.
     """
     # With O_NONBLOCK a FIFO without a writer opens at once, and is refused below.
-    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(number).st_mode):
-        return open(number, "rb")
-    os.close(number)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
     raise InputError(f"{path}: a folder, a device or a pipe; expected a regular file")
 
 

@@ -34,8 +34,8 @@ from .first_values import Normal, number
 
 
 class Owner(NamedTuple):
-    """The module that owns the norms and parameters of a place: the width of its rows, and the prefix (`path`) and
-    suffix (`number`) of their names in the module."""
+    """The module that owns the norms and parameters of a declaration: the width of its rows, and the prefix (`path`)
+    and suffix (`number`) of their names in the module."""
 
     width: int
     path: str = ""
@@ -61,9 +61,9 @@ def to_json(kind: Any, value: Any, owner: Owner, what: str) -> Any:
     return _codec(kind).write(value, owner, what)
 
 
-def from_json(kind: Any, found: Any) -> Any:
-    """Returns the value of type `kind` that Rust wrote as `found`."""
-    return _codec(kind).read(found)
+def from_json(kind: Any, stored: Any) -> Any:
+    """Returns the value of type `kind` that Rust wrote as `stored`."""
+    return _codec(kind).read(stored)
 
 
 def refusal(what: str, expected: str, value: Any) -> InputError:
@@ -75,7 +75,9 @@ class _Codec(NamedTuple):
     """The functions that write a type's values as JSON, and read them."""
 
     write: Callable[[Any, Owner, str], Any]
+    """Converts a value to JSON; it also gets the module that owns the value, and the value's name in messages."""
     read: Callable[[Any], Any]
+    """Makes the value from its JSON."""
 
 
 @functools.cache
@@ -94,7 +96,7 @@ def _codec(kind: Any) -> _Codec:
     return _list(_codec(kinds[0])) if kinds else _fields(kind)
 
 
-def _leaf(check: Callable[[Any, str], Any], read: Callable[[Any], Any] = lambda found: found) -> _Codec:
+def _leaf(check: Callable[[Any, str], Any], read: Callable[[Any], Any] = lambda stored: stored) -> _Codec:
     """Returns the codec of a type without parts. `check` returns a value as JSON holds it, or raises; it gets the value
     and its name in messages. `read` makes the value from what JSON holds."""
     return _Codec(lambda value, _, what: check(value, what), read)
@@ -106,7 +108,7 @@ def _optional(codec: _Codec) -> _Codec:
     def write(value: Any, owner: Owner, what: str) -> Any:
         return None if value is None else codec.write(value, owner, what)
 
-    return _Codec(write, lambda found: None if found is None else codec.read(found))
+    return _Codec(write, lambda stored: None if stored is None else codec.read(stored))
 
 
 def _list(codec: _Codec) -> _Codec:
@@ -117,7 +119,7 @@ def _list(codec: _Codec) -> _Codec:
             raise refusal(what, "a list", value)
         return [codec.write(item, owner, what) for item in value]
 
-    return _Codec(write, lambda found: tuple(map(codec.read, found)))
+    return _Codec(write, lambda stored: tuple(map(codec.read, stored)))
 
 
 def _one_or_list(codec: _Codec) -> _Codec:
@@ -128,7 +130,7 @@ def _one_or_list(codec: _Codec) -> _Codec:
         is_list = isinstance(value, list | tuple) and not hasattr(value, "_fields")  # a named tuple is one X
         return (many if is_list else codec).write(value, owner, what)
 
-    return _Codec(write, lambda found: (many if isinstance(found, list) else codec).read(found))
+    return _Codec(write, lambda stored: (many if isinstance(stored, list) else codec).read(stored))
 
 
 def _enum(variants: Mapping[str, Any], expected: str) -> _Codec:
@@ -143,8 +145,8 @@ def _enum(variants: Mapping[str, Any], expected: str) -> _Codec:
                 return {tag: codec.write(value, owner, what)}
         raise refusal(what, expected, value)
 
-    def read(found: Any) -> Any:
-        ((tag, content),) = found.items()  # the dictionary has one entry
+    def read(stored: Any) -> Any:
+        ((tag, content),) = stored.items()  # the dictionary has one entry
         _, codec = codecs[tag]
         return codec.read(content)
 
@@ -166,18 +168,18 @@ def _gain() -> _Codec:
             return {fields.pop("kind"): fields}
         return plain.write(value, owner, what)
 
-    def read(found: Any) -> Any:
-        if isinstance(found, str):
-            return 1.0 if found == "one" else found
-        ((tag, content),) = found.items()
-        return plain.read(found) if tag in ("constant", "learned") else curve.read({"kind": tag, **content})
+    def read(stored: Any) -> Any:
+        if isinstance(stored, str):
+            return 1.0 if stored == "one" else stored
+        ((tag, content),) = stored.items()
+        return plain.read(stored) if tag in ("constant", "learned") else curve.read({"kind": tag, **content})
 
     return _Codec(write, read)
 
 
 def _change() -> _Codec:
     """Returns the codec of `Change`, {the kind: its content}."""
-    codecs = {kind: _codec(what) for kind, what in KINDS.items()}
+    codecs = {kind: _codec(content_type) for kind, content_type in KINDS.items()}
 
     def write(value: Any, owner: Owner, what: str) -> Any:
         if not isinstance(value, Change):
@@ -186,8 +188,8 @@ def _change() -> _Codec:
             raise refusal(f"{what}: the kind of a change", f"one of {', '.join(codecs)}", value.kind)
         return {value.kind: codecs[value.kind].write(value.what, owner, f"{what}: {value.kind}")}
 
-    def read(found: Any) -> Any:
-        ((kind, content),) = found.items()
+    def read(stored: Any) -> Any:
+        ((kind, content),) = stored.items()
         return Change(kind, codecs[kind].read(content))
 
     return _Codec(write, read)
@@ -211,7 +213,7 @@ def _stream() -> _Codec:
     def write(value: Any, owner: Owner, what: str) -> Any:
         return {"norm": norm.write(value, owner, what)}
 
-    return _Codec(write, lambda found: norm.read(found["norm"]))
+    return _Codec(write, lambda stored: norm.read(stored["norm"]))
 
 
 def _first_values() -> _Codec:
@@ -222,10 +224,10 @@ def _first_values() -> _Codec:
             return {"normal": number(value.std, what)}
         return [number(item, what) for item in value] if isinstance(value, list | tuple) else number(value, what)
 
-    def read(found: Any) -> Any:
-        if isinstance(found, dict):
-            return Normal(found["normal"])
-        return tuple(found) if isinstance(found, list) else found
+    def read(stored: Any) -> Any:
+        if isinstance(stored, dict):
+            return Normal(stored["normal"])
+        return tuple(stored) if isinstance(stored, list) else stored
 
     return _Codec(write, read)
 
@@ -252,7 +254,7 @@ def _fields(kind: Any) -> _Codec:
                 written[name] = codecs[name].write(content, owner, f"{what}.{name}")
         return written
 
-    return _Codec(write, lambda found: kind(**{name: codecs[name].read(content) for name, content in found.items()}))
+    return _Codec(write, lambda stored: kind(**{name: codecs[name].read(content) for name, content in stored.items()}))
 
 
 def _text(value: Any, what: str) -> str:
@@ -271,6 +273,7 @@ def _whole(value: Any, what: str) -> int:
 
 _GATES = {"joint": Joint, "permuted": Permuted, "each": Each, "channel": Channel, "sum": float}
 _MIXING = {"hyper": HyperConnection, "depth": DepthAttention}
+"""The types in the unions `Gates` and `Mixing`, by their names in JSON."""
 _CODECS: dict[Any, Callable[[], _Codec]] = {
     bool: lambda: _leaf(lambda value, _: bool(value)),
     int: lambda: _leaf(_whole),

@@ -169,14 +169,14 @@ _SERIAL = "\x1f"
 _USED: list[tuple[int, tuple[type[Norm], ...]]] = []
 """The classes given to `using`, the latest last, each with its thread."""
 _FOUND: weakref.WeakValueDictionary[str, Norm] = weakref.WeakValueDictionary()
-"""The norms that `_of` has found, by declaration. Their classes keep them alive."""
+"""The norms that `_norm_of` has found, by declaration. Their classes keep them alive."""
 
 
 def _register(cls: type[Norm]) -> None:
     """Adds a class to the register, once, with a serial number of its own."""
     if "_serial" not in vars(cls):
         _define()
-        # `_found` holds the norms that `_of` has found of this class.
+        # `_found` holds the norms that `_norm_of` has found of this class.
         cls._serial, cls._found = next(_NEXT), {}  # type: ignore[attr-defined]
         _SERIALS[cls._serial] = cls  # type: ignore[attr-defined]
         _CLASSES.setdefault(cls.name, []).insert(0, weakref.ref(cls))
@@ -251,8 +251,8 @@ def declared(data: Mapping[str, Any]) -> Norm:
         )
     fitting = _fitting_of(name, data)
     if len(fitting) > 1:
-        # Classes of earlier runs of a notebook's cell may only wait for the garbage collector. The norms in the list
-        # would keep them alive.
+        # When a notebook's cell runs again, its old class stays until the garbage collector runs. The list is cleared
+        # first, because its norms would keep old classes alive.
         fitting.clear()
         gc.collect()
         fitting = _fitting_of(name, data)
@@ -358,10 +358,11 @@ def _place(cls: type[Norm]) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
+    """Returns the names as a list in a message; "nothing" if there are none."""
     return ", ".join(names) or "nothing"
 
 
-def _of(declaration: str) -> Norm:
+def _norm_of(declaration: str) -> Norm:
     """Returns the norm that a model's declaration describes: from the class that the model was made with, if that still
     exists; otherwise as `declared` finds it for a file."""
     norm = _FOUND.get(declaration)
@@ -395,7 +396,7 @@ def _define() -> None:
 def _run(x: Any, *given: Any) -> Any:
     """Computes the operator. `given`: the parameters, padded with None, and the norm's declaration."""
     *parameters, declaration = given
-    return in_wide(_of(declaration), x, [p for p in parameters if p is not None])
+    return in_wide(_norm_of(declaration), x, [p for p in parameters if p is not None])
 
 
 def in_wide(norm: Norm, x: Any, parameters: Any) -> Any:

@@ -19,6 +19,7 @@ from ..text import read_regular
 from .tokenizer import tokenizer_files
 
 _BOS, _PAD, _EOS = 0, 1, 2
+"""The ids of the special pieces."""
 _EPS = {"layernorm": 1e-5, "rmsnorm": 1e-5, **dict.fromkeys(("rmsnorm:gemma", "rmsnorm:llama", "rmsnorm:olmo"), 1e-6)}
 """The ε of each norm if the option norm_eps is None."""
 _VOCABULARY, _CODES = "vocabulary.txt", "bpe.codes"
@@ -157,6 +158,7 @@ def _separate(config: TransformerConfig, module: str, tensor: Tensor) -> Iterabl
 
 
 _NORM = re.compile(r"norm\d?\.weight$")
+"""Matches the name of a norm's weight, such as decoder.layers.0.norm1.weight."""
 
 
 def _zero_centred(config: TransformerConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -188,21 +190,25 @@ def _by_head(config: TransformerConfig, module: str, tensor: Tensor) -> Iterable
     """Returns a module's tensor. The rows of in_proj are ordered by head: q, k and v of the first head, then those of
     the next, as GPT-NeoX has them."""
     if module == "self_attn.in_proj":
-        tensor = tensor.unflatten(0, (3, config.heads, -1)).transpose(0, 1).flatten(0, 2)
+        by_projection = tensor.unflatten(0, (3, config.heads, -1))  # the rows of q, k and v, by head
+        tensor = by_projection.transpose(0, 1).flatten(0, 2)
     return [(module, tensor)]
 
 
 # The architectures.
 
 _DECODER = {"architecture": ("decoder-only",), "residual": ("prenorm",)}
+"""The values that these two options have in most architectures."""
 _PLAIN = {"relu": "relu", "gelu": "gelu", "silu": "silu", "relu2": "relu2"}
 _GATED = {"swiglu": "silu", "geglu": "gelu"}
+"""Hugging Face's names for the activations of feed-forwards without a gate and with one."""
 _ROTARY_RMS = {
     "norm": ("rmsnorm", "rmsnorm:llama"),
     "positions": ("rotary",),
     "activation": tuple(_GATED),
     "kv_heads": (),
 }
+"""The values that Llama and its relatives support; () means any value."""
 _LLAMA_NAMES = {
     "embedding": "model.embed_tokens",
     "output_projection": "lm_head",
@@ -262,6 +268,7 @@ def _gemma2(config: TransformerConfig) -> dict[str, Any]:
 
 
 _MULTIPLIERS = dict.fromkeys(("input_alpha", "output_alpha", "residual_multiplier", "attention_multiplier"), ())
+"""The multipliers that Granite supports, with any value."""
 
 
 def _granite(model_type: str) -> Callable[[TransformerConfig], dict[str, Any]]:

@@ -66,6 +66,7 @@ class Undecayed:
             )
         self._optimizer, self._gains = optimizer, {id(p): p for p in learned_gains(model).values()}
         self._before: list[tuple[dict[str, Any], list[Any]]] | None = None
+        """The trainer's groups, each with its parameters, while the gains are in other groups; None between steps."""
         self._handles = [
             optimizer.register_step_pre_hook(lambda *_: self._part()),
             optimizer.register_step_post_hook(lambda *_: self._join()),

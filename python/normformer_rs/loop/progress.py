@@ -66,7 +66,7 @@ class Bar:
     def updated(self, event: Mapping[str, Any]) -> None:
         self._update = _brief(event)
         self._show(refresh=False)
-        self._bar.update(event["update"] - self._bar.n)
+        self._bar.update(event["update"] - self._bar.n)  # tqdm takes the number of new steps; n is its count so far
 
     def evaluated(self, event: Mapping[str, Any]) -> None:
         bleu = event.get("bleu")

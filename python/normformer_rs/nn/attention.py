@@ -70,7 +70,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def set_parts(self, config: TransformerConfig, bias: bool, *, is_self: bool, **factory: Any) -> None:
         """Makes the parts that the configuration sets: `kv_heads`, rotary positions of self-attention, `output_gate`,
-        `sinks`, `score_softcap`."""
+        `sinks`, `score_softcap`. `bias`: True for biases of the projections; `factory`: device and dtype."""
         if config.kv_heads not in (None, self.num_heads):
             self.kv_heads = config.kv_heads
             rows = sum(self.widths)  # fewer for k and v than in the matrix that torch.nn has made
@@ -80,7 +80,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             super()._reset_parameters()
         self.rope_theta = config.rope_theta if is_self and config.positions == "rotary" else None
         self.is_self_attention = is_self
-        if config.output_gate is not None:
+        if config.output_gate is not None:  # drawn apart, so that the option does not shift the draws of other matrices
             with drawn_apart(self.in_proj_weight.device, "gate", is_self):
                 self.gate_proj = nn.Linear(self.embed_dim, OUTPUT_GATES[config.output_gate](self), bias=bias, **factory)
         if config.sinks:
@@ -171,7 +171,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k = (self._change_heads(point, x, kept) for point, x in (("rotated_query", q), ("rotated_key", k)))
         if self.kv_heads is not None:
             k, v = (self._for_each_query(x) for x in (k, v))
-        p = self.dropout if self.training else 0.0
+        p = self.dropout if self.training else 0.0  # the rate of dropout on the attention weights
         weights = None
         uses_own_dropout = p > 0 and is_run_again()  # torch's dropout would draw another mask in the backward pass
         # torch's fused attention returns no weights, and has neither sinks nor a softcap nor this dropout.

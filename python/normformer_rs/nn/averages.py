@@ -106,7 +106,7 @@ class Steered(nn.Module):
             return  # one of the two is sharded over processes
         theirs = (buffer for _, buffer in source.steering())
         for (_, buffer), source_buffer, now, before in zip(mine, theirs, _marks(mine), origin.seen, strict=True):
-            weight_now, buffer_now = now
+            weight_now, buffer_now = now  # the sum of each tensor, now and when they were known to fit
             weight_before, buffer_before = before.to(now.device)
             # Something has written the weight. This bool stays on the device, so that the host need not wait.
             must_copy = weight_now != weight_before

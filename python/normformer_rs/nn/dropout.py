@@ -120,8 +120,8 @@ def _kept_seed_in_graph(mode: Any, seed: Tensor) -> Any:
     from torch.fx.experimental.proxy_tensor import get_proxy_slot, track_tensor_tree
     from torch.utils.checkpoint import CheckpointPolicy
 
-    given: Any = get_proxy_slot(seed, mode.tracer)
-    node = mode.tracer.create_proxy("call_function", OPS.kept_seed.default, (given.proxy,), {})
+    seed_slot: Any = get_proxy_slot(seed, mode.tracer)
+    node = mode.tracer.create_proxy("call_function", OPS.kept_seed.default, (seed_slot.proxy,), {})
     node.node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return track_tensor_tree(seed.clone(), node, constant=None, tracer=mode.tracer)
 

@@ -69,7 +69,8 @@ def place_layers(layers: nn.Module | Iterable[nn.Module], *, init: bool) -> None
     numbers = {layer: entries.index(layer) for layer in dict.fromkeys(entries)}
     config, stack = first.place.config.replace(**_depths(first, n)), first.place.stack
     places = [Place(config, stack, i) for i in numbers.values()]
-    place, draws = places[0], init and not first.keeps_torchs_values
+    place = places[0]
+    draws = init and not first.keeps_torchs_values  # True if the layers get the initial values of their scheme
     if needs_stack(place.declared):
         raise InputError(_between_layers(place))
     is_shared = len(numbers) < n  # one module stands at several places, and can hold only one number
@@ -255,14 +256,15 @@ def _first_values(place: Place) -> list[Any]:
     """Returns small matrices, drawn from one seed with the initialisation of this place. They are equal for two places
     with the same initialisation."""
     attentions = len(place.sublayers) - 1
+    # For each sublayer its matrices, and for each matrix the roles of its blocks of rows.
     roles_of_sublayers = [[["query", "key", "value"], ["output"]]] * attentions + [[["fc1"], ["fc2"]]]
-    values, where = [], (place.config.to_json(), place.stack, place.layer)
+    values, position = [], (place.config.to_json(), place.stack, place.layer)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for sublayer, matrices in enumerate(roles_of_sublayers):
             for roles in matrices:
                 torch.default_generator.manual_seed(0)  # torch.manual_seed would seed every GPU, too
                 # A small matrix, with 3 rows for each role, is enough to tell initialisations apart.
                 weight = torch.empty(3 * len(roles), 3, dtype=torch.float64, device="cpu")
-                _core.draw_linear(weight, roles, *where, sublayer)
+                _core.draw_linear(weight, roles, *position, sublayer)
                 values.append(weight.tolist())
     return values

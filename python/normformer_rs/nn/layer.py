@@ -35,7 +35,9 @@ class Layer(Growing, Placeable):
     """The base class of encoder and decoder layers: construction, and a residual scheme's run through the sublayers."""
 
     kinds: tuple[str, ...]
+    """The kinds of the sublayers, in order: two in an encoder's layer, three in a decoder's."""
     attentions: tuple[str, ...]
+    """The names of the attributes that hold the attentions, in order."""
     attention_class: type[MultiheadAttention] = MultiheadAttention
     place: Place
     self_attn: Any
@@ -46,6 +48,7 @@ class Layer(Growing, Placeable):
     is_xavier = False
     """True if the initial values are those of torch.nn.Transformer, not of torch.nn's single layers."""
     _refusal: str | None = None
+    """The error's message if the layer may not run outside a stack of this package; None if it may."""
 
     def __init__(
         self,
@@ -229,7 +232,8 @@ class Layer(Growing, Placeable):
         self._set_linear_resets()  # pickled linear layers have torch.nn's own `reset_parameters`
 
     def adopt(self, place: Place, in_stack: bool) -> None:
-        """Completes a converted torch.nn layer: its children stay, including the norms that the scheme keeps."""
+        """Completes a converted torch.nn layer: its children stay, including the norms that the scheme keeps.
+        `in_stack`: True if a stack of this package holds the layer, and t with it."""
         self.place, self.is_torchs, self.keeps_torchs_values = place, False, True
         self.placed, self.knows_encoder, self._refusal = "stack", True, None
         # torch.nn's norms come back below, in place of the scheme's new norms with the same names.
@@ -302,7 +306,8 @@ class Layer(Growing, Placeable):
         streams = streams._replace(kept=kept)
         for i, sublayer in enumerate(sublayers):
             if self.placed != "stack":
-                follow(self.place.layer, i, self.placed not in (None, "depth") or not declared.is_profiled)
+                is_told = self.placed not in (None, "depth") or not declared.is_profiled  # as `follow` defines it
+                follow(self.place.layer, i, is_told)
             streams = open_streams(self, sublayer, streams)
             branch_input = begin(self, sublayer, streams, padding_mask)
             is_last = i + 1 == len(sublayers)
@@ -409,8 +414,8 @@ def _torchs_masks(
 ) -> dict[str, Any]:
     """Returns masks as torch.nn's layers pass them to attention: an encoder's as floats, a causal one as a tensor."""
     if is_causal and attn_mask is None:
-        positions = 1 if x.dim() == 3 and getattr(attention, "batch_first", False) else 0  # a dimension's number
-        lengths = x.shape[positions], memory.shape[positions]
+        length_dim = 1 if x.dim() == 3 and getattr(attention, "batch_first", False) else 0
+        lengths = x.shape[length_dim], memory.shape[length_dim]
         attn_mask = torch.ones(*lengths, dtype=torch.bool, device=x.device).triu(1)
     masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
     if len(layer.kinds) == 2:  # an encoder's layer

@@ -140,6 +140,7 @@ def _tuple(output: Any) -> tuple[Any, ...]:
 
 
 _DEPTHS = ("encoder_layers", "decoder_layers")
+"""The options with the depths of the two stacks."""
 
 
 class TransformerEncoderLayer(Layer):

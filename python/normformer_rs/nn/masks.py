@@ -35,6 +35,7 @@ class GivenMasks(NamedTuple):
 
 _given: contextvars.ContextVar[GivenMasks | None] = contextvars.ContextVar("normformer_rs_given_masks", default=None)
 _given_compiled: GivenMasks | None = None
+"""The masks that `given` returns in compiled code, for the same reason as `_masks_compiled`."""
 
 
 @contextmanager

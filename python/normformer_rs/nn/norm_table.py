@@ -24,7 +24,9 @@ class TensorSpec(NamedTuple):
     start: Any
     """The initial value of every element; a parameter's may be a formula as text (`NormSpec.numbers` evaluates it)."""
     is_counter: bool = False
+    """True for a buffer of type int64 that counts steps."""
     std: Any = 0.0
+    """This field and the next two are those of `Numbers`, for parameters."""
     offset: Any = 0.0
     factor: Any = 1.0
 

@@ -43,6 +43,7 @@ def profiling() -> Iterator[ProfilingPass]:
 
 
 def is_profiling() -> bool:
+    """True while a profiling pass runs."""
     return _pass is not None
 
 

@@ -16,7 +16,8 @@ def will_recompute() -> bool:
 
 def saves_by_hooks() -> bool:
     """True if hooks handle the tensors that the current forward saves, as in activation checkpointing."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    also_while_tracing = True
+    return torch._C._autograd._top_saved_tensors_default_hooks(also_while_tracing) is not None
 
 
 def is_second_run() -> bool:
@@ -85,7 +86,8 @@ class RecomputedStatistics:
                 if not _is_same(run.mask, mask):
                     distance[i] = torch.inf
         look_ups, latest_first = self._found[x.shape], torch.arange(len(runs), 0, -1, device=x.device)
-        # Only runs at the smallest distance count: first by look-ups, then by time.
+        # Only runs at the smallest distance count. The one with the fewest look-ups comes first; among equals the
+        # latest, for which `latest_first` is smallest: it falls from len(runs) to 1.
         order = torch.where(distance == distance.min(), look_ups * len(runs) + latest_first, torch.inf)
         best = order.argmin(0, keepdim=True)
         self._found[x.shape] = look_ups + (latest_first == len(runs) - best)  # adds 1 at index `best`

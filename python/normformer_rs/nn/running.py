@@ -22,6 +22,7 @@ from .tracing import functionalizes, leaf
 
 OPS = torch.ops.normformer_rs
 MODES = ("paper", "release")
+"""The modes of PowerNorm: the paper's algorithm, and that of the authors' code."""
 
 
 class GroupScaling(nn.Module):
