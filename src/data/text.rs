@@ -114,7 +114,7 @@ pub fn lines_of(path: &Path, bytes: &[u8], check_interrupt: Interrupt) -> Result
             ))),
         }
     };
-    // `?` returns the error of an interrupt; what is left is the result of converting the lines.
+    // The outer result has the error of an interrupt, which `?` returns. The inner result is that of the conversion.
     interruptible(check_interrupt, body.split(|&byte| byte == b'\n').enumerate(), |lines| lines.map(to_line).collect())?
 }
 
