@@ -63,7 +63,7 @@ def tests(figures: Figures, folder: Path, device: str) -> None:
 
 def sanitized(figures: Figures, folder: Path, device: str, tool: str) -> None:
     """Runs a selection of the tests, with some for each kernel, under a tool of compute-sanitizer. torch's caching
-    allocator is off, because it would hide writes beside a tensor."""
+    allocator is off, because it would hide writes beside a tensor. `tool` is such as memcheck or racecheck."""
     with figures.attempt(tool, "compute-sanitizer"):
         sanitizer = shutil.which("compute-sanitizer")
         if sanitizer is None:
