@@ -41,7 +41,7 @@ def _run(args: argparse.Namespace) -> None:
     except (ImportError, KeyboardInterrupt):
         raise
     except Exception:
-        traceback.print_exc()  # an error of fairseq's own
+        traceback.print_exc()  # the error is fairseq's own, so a traceback helps
         raise SystemExit(1) from None
 
 
@@ -83,9 +83,10 @@ def check(command: str, arguments: Sequence[str]) -> None:
     known = COMMANDS[command]
 
     def is_given(option: str) -> bool:
-        joined = option + "=" if option.startswith("--") else option  # --arch=NAME, -sde
+        joined = option + "=" if option.startswith("--") else option  # such as --arch=NAME, or -sde for -s de
         return any(argument == option or argument.startswith(joined) for argument in arguments)
 
+    # The first option of a group stands for the whole group in the error.
     missing = [group[0] for group in known.needs if not any(map(is_given, group))]
     # fairseq itself handles --help and checks all other options. A command without any argument is an error here.
     if HELP.intersection(arguments) or (arguments and not missing):

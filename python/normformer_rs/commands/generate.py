@@ -81,7 +81,8 @@ class Live:
         """True if the last shown line has not ended yet."""
 
     def __call__(self, prompt: int, sample: int, new: str | None) -> None:
-        """Takes the new part of a text, or None if the text is over, and shows what may be shown now."""
+        """Takes the new part of a text, or None if the text is over, and shows what may be shown now. `prompt` is the
+        prompt's index, `sample` the index of the text among those of this prompt."""
         place = prompt * self._samples + sample
         if new is None:
             self._is_over[place] = True

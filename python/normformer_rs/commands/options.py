@@ -119,7 +119,7 @@ class Parser(argparse.ArgumentParser):
             if name.startswith("--"):
                 name = name.replace("_", "-")
             args[i] = aliases.get(name, name) + equals + value
-            if not HELP.intersection(args):
+            if not HELP.intersection(args):  # with --help, argparse prints the help whatever else is given
                 self._check_flag(args[i].partition("=")[0])
         return super().parse_known_args(args, namespace)
 
@@ -266,14 +266,15 @@ def read_run(
 
 
 def _flat(content: dict[str, Any], path: str | Path, known: list[str], trust: bool) -> dict[str, Any]:
-    """Returns the options by name, both those at the top level of `content` and those in its tables."""
+    """Returns the options by name, both those at the top level of `content` and those in its tables. `path` is the file
+    that errors name; `trust` allows values that name code."""
     options: dict[str, Any] = {}
     for section, table in [("", content), *((name, content[name]) for name in SECTIONS if name in content)]:
         if not isinstance(table, dict):
             raise InputError(f"{path}: {section} must be a table, [{section}]; got {table!r}")
         for key, value in table.items():
             name = key.replace("-", "_")
-            if not section and name in SECTIONS:  # a table, which has its own turn of the outer loop
+            if not section and name in SECTIONS:  # the outer loop reads this table itself
                 continue
             if name not in known:
                 raise InputError(f'{path}: unknown option "{key}"{closest(name, known)}; {LISTED}')
@@ -299,7 +300,7 @@ def layered(preset: str | None, *layers: Mapping[str, Any]) -> dict[str, Any]:
     """Merges the options of a preset and of layers, each overriding those before it."""
     merged: dict[str, Any] = find_preset(preset) if preset is not None else {}
     for layer in layers:
-        if any(layer.get(name) for name in EXCLUSIVE):
+        if any(layer.get(name) for name in EXCLUSIVE):  # this layer replaces an earlier choice of the tokenisation
             merged = {name: value for name, value in merged.items() if name not in EXCLUSIVE}
         merged.update(layer)
     return merged
