@@ -95,7 +95,7 @@ def lend_names_of_numpy_1() -> None:
     if hasattr(np, "int") and hasattr(np, "compat"):
         return
     substitute: Any = types.ModuleType("numpy")
-    substitute.__getattr__ = functools.partial(getattr, np)
+    substitute.__getattr__ = functools.partial(getattr, np)  # Python calls it for names that the module lacks
     substitute.int, substitute.float, substitute.compat = int, float, types.SimpleNamespace(long=int)
     for name in (
         "data.token_block_dataset",
@@ -151,7 +151,7 @@ def keep_half_precision_on_cpus() -> None:
     @functools.wraps(parse)
     def parse_args_and_arch(*arguments: Any, **named: Any) -> Any:
         parsed = parse(*arguments, **named)
-        args = parsed[0] if isinstance(parsed, tuple) else parsed
+        args = parsed[0] if isinstance(parsed, tuple) else parsed  # fairseq may return (args, unknown words)
         if getattr(args, "bf16", False) and not available("torch_xla"):
             args.tpu = False
         if getattr(args, "fp16", False) and not torch.cuda.is_available():

@@ -47,7 +47,8 @@ class SelfLayer(TransformerEncoderLayer):
 
     def forward(self, x: Tensor, own: Sight, **travelling: Any) -> Any:  # type: ignore[override]
         """Returns the output (N, d) for the rows x (N, d), which attend to `own`. `travelling` holds what the residual
-        scheme hands from layer to layer: `alpha_t` and `others`. The result is as that of `_run`."""
+        scheme hands from layer to layer: the factor `alpha_t` that grows in training, and `others`, the other residual
+        streams and kept tensors. If `others` is given, the result is (output, others for the next layer)."""
 
         def attend(q: Tensor, kept: KeptTensors) -> Tensor:
             return self.self_attn(q, own, kept)
@@ -115,7 +116,7 @@ class _Side(Stack):
         activation = fairseq.utils.get_activation_fn(cfg.activation_fn)
         named: dict[str, Any] = {"d_model": config.d_model, "nhead": config.heads, "dim_feedforward": config.d_ff}
         named |= {"dropout": config.dropout, "activation": activation, "layer_norm_eps": config.norm_eps}
-        named |= {"norm": config.norm, "residual": config.residual, "init": "torch"}  # `draw` initialises again later
+        named |= {"norm": config.norm, "residual": config.residual, "init": "torch"}  # `draw` re-initialises later
         return kind(**named, **depths, **options)
 
     def finish(self, cfg: Any) -> None:
@@ -128,7 +129,7 @@ class _Side(Stack):
         declared = self.place.declared
         reads_other_layers = any(layer.takes for layer in declared.layers) or declared.combine is not None
         needs_all = reads_other_layers or declared.mixing is not None or declared.is_profiled
-        # With --layerdrop fairseq makes its own kind of list.
+        # With --layerdrop fairseq makes a list of its own class, which leaves layers out at random.
         if needs_all and type(self.layers) is not nn.ModuleList:
             raise InputError(f"--residual {config.residual} needs every layer's output: leave --layerdrop out")
         if self.layernorm_embedding is not None:
@@ -220,7 +221,8 @@ class Encoder(_Side, TransformerEncoderBase):
         padding = src_tokens.eq(self.padding_idx)
         rows = Rows.of(padding)
         positions = None if self.embed_positions is None else rows.pack(self.embed_positions(src_tokens))
-        x = self.run(self.embed(rows.pack(src_tokens), positions, rows.pad_mask), lambda _: (Packed(rows),))
+        x = self.embed(rows.pack(src_tokens), positions, rows.pad_mask)
+        x = self.run(x, lambda _: (Packed(rows),))  # in every layer the rows attend to each other
         return {
             "encoder_out": [rows.unpack(x).transpose(0, 1)],  # (S, B, d)
             "encoder_padding_mask": [padding],
@@ -308,7 +310,8 @@ class Decoder(_Side, TransformerDecoderBase):
         watched: int,
         alignment_heads: int | None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Does one step of decoding, and returns the outputs of `extract_features` for the newest token."""
+        """Does one step of decoding, and returns the outputs of `extract_features` for the newest of `tokens` (B, T).
+        `memory` is the encoder's output (B, S, d), `watched` the layer whose attention weights are returned."""
         # At the first step fairseq has no cache yet, and gets the one that the layers fill.
         cache = self.get_incremental_state(incremental_state, "kept") or {}
         self.set_incremental_state(incremental_state, "kept", cache)

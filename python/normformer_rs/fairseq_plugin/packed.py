@@ -64,9 +64,9 @@ class Rows:
         return torch.stack((self.lengths.cumsum(0) - self.lengths, self.lengths), 1)
 
     def ranges(self, keys: "Rows") -> Tensor:
-        """Returns the ranges that the attention operator expects: (start and number of query rows, start and number of
-        key rows). The queries of a sentence attend to the keys of the same sentence in `keys`. Each row of padding has
-        its own range, and attends to the keys of its sentence."""
+        """Returns the ranges that the attention operator expects, (ranges, 4): start and number of query rows, start
+        and number of key rows. The queries of a sentence attend to the keys of the same sentence in `keys`. Each row of
+        padding has its own range, and attends to the keys of its sentence."""
         ranges = torch.cat((self.spans(), keys.spans()), 1)
         if self.pad_mask is None:
             return ranges
@@ -110,9 +110,10 @@ class RowAttention(MultiheadAttention):
     def project(self, x: Tensor, which: str, kept: KeptTensors) -> tuple[Tensor, ...]:
         """Returns the projections of x that `which` names, with the scheme's changes of queries, keys and values.
         `which` is "qkv" or a part of it, such as "kv"; one matrix product computes them all. If q, k and v have
-        separate inputs, x holds the three inputs, stacked, and each has its own product."""
+        separate inputs, x holds the three inputs, stacked, and each has its own product. Each result is (…, d)."""
         if self.is_apart and len(which) == 3:
             return tuple(self.project(own_input, name, kept)[0] for name, own_input in zip(which, x))
+        # The matrix has d rows for queries, then d for keys, then d for values.
         d, start = self.embed_dim, "qkv".index(which)
         chosen = slice(start * d, (start + len(which)) * d)
         bias = None if self.in_proj_bias is None else self.in_proj_bias[chosen]
@@ -158,6 +159,7 @@ class Packed:
             (q,), keys = attention.project(query, "q", kept), self.memory_rows
             k, v = attention.project(self.memory, "kv", kept)
         scale = 1 / math.sqrt(attention.head_dim)
+        # The operator gets the dropout's rate, seed and site.
         draw = Draw(query.device)(attention.dropout if attention.training else 0.0)
         return OPS.attention(q, k, v, self.rows.ranges(keys), attention.num_heads, self.causal, scale, *draw)[0]
 
