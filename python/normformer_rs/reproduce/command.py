@@ -253,7 +253,7 @@ def _recompute(tables: Sequence[Results], data: Path) -> None:
                 continue
             lacking = missing({row.corpus for row in results.scale.rows}, data)
 
-            # The defaults keep the values of this table; without them the function would read those of the last one.
+            # A function reads a loop's variables only when it runs, so the defaults keep the values of this table.
             def references(row: Row, scale: Scale = results.scale, lacking: Container[str] = lacking) -> Any:
                 return None if row.corpus in lacking else runs.references(row, scale)
 

@@ -80,7 +80,8 @@ def _published(figures: Table, key: dict[str, str]) -> dict[str, str]:
     if not figures:
         return {}
     row: Any = figures
-    for name in key.values():  # the rows are nested tables, by the values of the first one or two columns
+    # The rows are nested tables, by the values of the first one or two columns. A run without figures gets empty ones.
+    for name in key.values():
         if isinstance(row, dict):
             row = row.get(name, [""] * len(figures["columns"]))
     only = figures.get("only", "").format_map(key)  # the one column that has a figure for this run; "" for all

@@ -40,7 +40,7 @@ def _dots(results: Results, title: str, value: str) -> Any:
     points: dict[str, list[tuple[str, float, float]]] = {}
     for row, columns in results.measured:
         measured = number(columns.get(value, ""))
-        # The values of these keys are names, which need no heading.
+        # The values of these keys are names that are clear without the key before them.
         words = [v if k in ("run", "residual", "norm", "encoder_norm") else f"{k} {v}"
                  for k, v in row.key.items() if k != shown.across]  # fmt: skip
         label = ", ".join(words)

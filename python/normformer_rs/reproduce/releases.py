@@ -141,7 +141,9 @@ def _make_ted(raw: Raw, folder: Path, _: int) -> None:
 # Corpora of IWSLT
 
 _IWSLT15 = {"train": "train", "dev": "tst2012", "test": "tst2013"}
+"""For each part of the corpus, the name of the release's file."""
 _IWSLT14_TESTS = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
+# Lines with the first tags hold no speech. The other tags enclose sentences, which stay.
 _NO_TEXT = ("<url>", "<talkid>", "<keywords>")
 _TAGS = re.compile("</?(?:title|description)>")
 
@@ -237,6 +239,7 @@ class _Parts:
 
 _GOOGLE = {"train": "train.tok.clean.bpe.32000", "valid": "newstest2013.tok.bpe.32000",
            "test": "newstest2014.tok.bpe.32000"}  # fmt: skip
+"""For each part of the corpus, the name of Google's file."""
 
 
 def _make_wmt14(raw: Raw, folder: Path, _: int) -> None:
@@ -249,7 +252,9 @@ def _make_wmt14(raw: Raw, folder: Path, _: int) -> None:
 def _statmt(folder: str, target: str, parts: tuple[str, ...], test: str, every: int) -> Make:
     """Returns a function that follows fairseq's prepare-wmt14en2de.sh and -en2fr.sh: it normalises punctuation, removes
     non-printing characters, tokenises as Moses does with dashes, takes every `every`-th pair for validation, learns
-    40,000 joint BPE merges, and keeps pairs with 1 to 250 pieces and a ratio of at most 1.5."""
+    40,000 joint BPE merges, and keeps pairs with 1 to 250 pieces and a ratio of at most 1.5. The arguments: the corpus'
+    folder, the language into which English is translated, the names of the training files and of the test set, and
+    `every`."""
 
     def make(raw: Raw, into: Path, workers: int) -> None:
         def training_lines(language: str) -> Iterator[str]:
@@ -343,7 +348,7 @@ def _make_multiun(raw: Raw, folder: Path, _: int) -> None:
     for language, pairs in _with_english(raw, "MultiUN.*", _UN_NAME):
         last: list[tuple[str, str]] = []
 
-        # The defaults keep this language's values; without them the generator would read the variables of the loop.
+        # A generator reads a loop's variables only when it runs, so the defaults keep the values of this language.
         def training_pairs(pairs: Iterator[tuple[str, str]] = pairs, last: list[tuple[str, str]] = last) -> Iterator:
             """Yields all pairs but the last 8,000, which are left in `last`."""
             for pair in pairs:
