@@ -79,13 +79,13 @@ impl Lock {
                     path.display()
                 )));
             }
-            let own = serde_json::to_string(&Owner::this()).map_err(|e| Error::invalid(e.to_string()))?;
+            let owner = serde_json::to_string(&Owner::this()).map_err(|e| Error::invalid(e.to_string()))?;
             let mut lock = Lock { file, path, made, is_exclusive };
             let Lock { file, path, .. } = &mut lock;
             act("write", path, || {
                 file.set_len(0)?;
                 file.rewind()?;
-                file.write_all(own.as_bytes())
+                file.write_all(owner.as_bytes())
             })?;
             // Unfinished files are removed only if checksums prove that the folder is a run's.
             if !checksums::listed(folder).is_empty() {
@@ -107,6 +107,7 @@ impl Drop for Lock {
 impl Owner {
     /// Describes this process, as the owner from now on.
     fn this() -> Self {
+        // The clock may be set to a time before 1970.
         let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() as i64);
         Owner { pid: std::process::id(), host: host(), since: utc(seconds) }
     }

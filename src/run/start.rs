@@ -48,6 +48,7 @@ pub fn train(
 ) -> Result<()> {
     let Surroundings { group, recorder, init_from, observer } = surroundings;
     pages::keep_memory();
+    // Measures until the end of the run how long threads wait for each other.
     let _watch = contention::watch();
     let device = device(&training.device)?;
     // The folder is locked before any data are read, so that a second run in it is refused at once.
@@ -55,6 +56,7 @@ pub fn train(
         true => Lock::take(output).map(Some),
         false => Ok(None),
     };
+    // If one rank has an error, `agree` returns an error on every rank, so that no rank waits for it in vain.
     let lock = group.agree(lock, device)?;
     if init_from.is_some() && matches!(mode, Mode::Resume { .. }) {
         return Err(Error::invalid(
@@ -115,8 +117,8 @@ fn has_kernels(device: Device) -> bool {
     }
 }
 
-/// Returns the data, the checkpoint from which to continue, and the options that differ from that checkpoint's. Writes
-/// nothing.
+/// Prepares the data of a run that starts or is resumed. Returns the data, the checkpoint from which to continue, and
+/// the options that differ from that checkpoint's. Writes nothing.
 fn open(
     model: &TransformerConfig,
     training: &TrainingConfig,
@@ -172,9 +174,11 @@ fn open(
 
 /// The origin of a run's initial state: a checkpoint of its own, another run's weights, or nothing.
 struct InitialState<'a> {
+    /// The checkpoint of the run itself from which it continues.
     from: Option<ResumePoint>,
     /// The options that differ from the checkpoint's.
     changes: Vec<OptionChange>,
+    /// The other run, as RUN or RUN:CHECKPOINT.
     init_from: Option<&'a str>,
 }
 
@@ -192,6 +196,7 @@ fn trainer(
     let objective = objective(&prepared, training, device)?;
     let PreparedData { model, vocabulary, train, valid, references, digests, .. } = prepared;
     let tokenize = training.evaluation_tokenize;
+    // The state of the run at the checkpoint, and the checkpoint.
     let mut from = match from {
         Some(found) => Some((read_progress(&found)?, found)),
         None => None,
@@ -246,9 +251,9 @@ fn trainer(
 /// Returns the loss function, over the target vocabulary of the data.
 pub(super) fn objective(prepared: &PreparedData, training: &TrainingConfig, device: Device) -> Result<Objective> {
     let mask = prepared.mask.as_ref();
-    let types = mask.map_or(prepared.vocabulary.len(), |mask| mask.iter().filter(|seen| **seen).count());
+    let entries = mask.map_or(prepared.vocabulary.len(), |mask| mask.iter().filter(|allowed| **allowed).count());
     let mask = mask.map(|mask| Tensor::f_from_slice(mask)?.f_to_device(device)).transpose()?;
-    let mut objective = Objective::new(mask, smoothing(training, types))?;
+    let mut objective = Objective::new(mask, smoothing(training, entries))?;
     objective.z_loss = training.z_loss;
     Ok(objective)
 }
@@ -290,7 +295,9 @@ fn resumed_stream(
     changes: &[OptionChange],
     warnings: &mut Vec<String>,
 ) -> Result<BatchStream> {
+    // Checkpoints of earlier versions have no digests of their text.
     let is_same_text = progress.text.is_none_or(|text| text.train == digests.train);
+    // The reasons why the batches of the epoch have changed. `Effect::Place` marks options that change them.
     let mut reasons: Vec<&str> =
         changes.iter().filter(|c| c.effects.contains(&Effect::Place)).map(|c| &*c.said).collect();
     if !is_same_text {
@@ -302,6 +309,7 @@ fn resumed_stream(
         progress.seen.0 = stream.seen() as u64;
         return Ok(stream);
     }
+    // The number of the epoch's sentences that the run has seen, and the number of all, both in the old order.
     let (seen, all) = progress.seen;
     if all == 0 {
         let path = found.path.display();

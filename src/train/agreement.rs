@@ -6,7 +6,8 @@ use crate::operator::ProcessGroup;
 use tch::{Device, Tensor};
 
 impl ProcessGroup {
-    /// Returns the sum over ranks of numbers that lie on the host. `device` is the device of the group's backend.
+    /// Returns the sums over ranks of each of the `numbers`, which lie on the host. `device` is the device on which the
+    /// group's backend exchanges tensors.
     pub fn sum_of<const N: usize>(self, numbers: [f64; N], device: Device) -> Result<[f64; N]> {
         self.exchanged(numbers, device, ProcessGroup::sum)
     }
@@ -16,7 +17,8 @@ impl ProcessGroup {
         self.exchanged(numbers, device, ProcessGroup::first)
     }
 
-    /// Returns the result of a collective operation on numbers that lie on the host.
+    /// Returns the result of a collective operation on numbers that lie on the host. One process alone keeps its
+    /// numbers.
     fn exchanged<const N: usize>(
         self,
         numbers: [f64; N],
