@@ -49,8 +49,8 @@ fn folders() -> Vec<PathBuf> {
     folders
 }
 
-/// Loads the first libnvrtc that can be opened: from [`folders`], then from the loader's search path. The error lists
-/// all errors.
+/// Loads the first libnvrtc that can be opened: from [`folders`], then from the loader's search path. If none can, the
+/// error says why, for each.
 fn find() -> Result<Nvrtc> {
     let mut errors = Vec::new();
     for folder in folders() {
