@@ -38,7 +38,7 @@ pub trait FieldType {
     }
 }
 
-/// Makes types the types of options, each with its kind.
+/// Implements [`FieldType`] for types whose values are not words, each with its kind: `field_types!(i64 => "int", …)`.
 macro_rules! field_types {
     ($($t:ty => $kind:literal),*) => { $(impl FieldType for $t { const KIND: &'static str = $kind; })* };
 }
@@ -108,13 +108,13 @@ pub trait AnyOption: Sync {
     /// Describes the option under the heading `group` of `--help`.
     fn field(&self, group: &'static str) -> Field;
 
-    /// Converts the value to the form that [`Options`] keeps, or returns an error.
+    /// Converts a value from JSON to the form that [`Options`] keeps; errors if it has the wrong type.
     fn read(&self, value: Value) -> serde_json::Result<Value>;
 
     /// Errors if the option's value in `options` is not allowed.
     fn check(&self, options: &Options) -> Result<()>;
 
-    /// Converts and checks a value. Error messages name the option as `name`.
+    /// Converts and checks a value. Error messages call the option `name`, which may be another name than its own.
     fn accept(&self, name: &str, value: Value) -> Result<Value>;
 }
 
@@ -169,6 +169,7 @@ impl Options {
     /// Returns the option's value, or its default.
     pub fn get<T: Copy + DeserializeOwned>(&self, option_spec: &OptionSpec<T>) -> T {
         match self.0.get(option_spec.name) {
+            // `set` has checked that the value has type T.
             Some(value) => serde_json::from_value(value.clone()).expect("`set` has read it"),
             None => option_spec.default,
         }

@@ -23,6 +23,7 @@ pub fn recomputed(
 }
 
 impl<F: Fn(Vec<Tensor>, bool) -> Result<Vec<Tensor>>> Differentiable for CheckpointFn<F> {
+    /// Returns true, because the backward pass runs the function again.
     fn saves_inputs(&self) -> bool {
         true
     }

@@ -9,8 +9,8 @@ use tch::Tensor;
 
 static HANDLE: Handle = Handle::new("sinkhorn");
 
-/// Normalises matrices of logits (…, n, n) through the dispatcher: a softmax of each row plus ε, then columns and rows
-/// are divided by their sums + ε in turn, until the columns have been divided `iterations` times.
+/// Normalises matrices of logits (…, n, n) through the dispatcher. It takes the softmax of each row and adds ε. Then it
+/// divides columns and rows in turn by their sums + ε, until the columns have been divided `iterations` times.
 pub fn sinkhorn(logits: &Tensor, iterations: i64, eps: f64) -> Result<Tensor> {
     let [y] = HANDLE.call(&values![logits, iterations, eps])?;
     Ok(y)
