@@ -339,6 +339,7 @@ mod tests {
 
     #[test]
     fn the_linked_list_merges_like_an_array() {
+        // `below(n)` is a random number below n.
         let mut below = testing::numbers(7);
         for round in 0..300 {
             // The pairs are in random order, so a merge may come before the merges that create its halves.

@@ -269,6 +269,7 @@ mod tests {
     /// The `tokenizers` library takes a minute for a word of this length.
     #[test]
     fn a_long_word_is_learned_and_segmented_in_linear_time() {
+        // `below(n)` is a random number below n.
         let mut below = numbers(3);
         let word: String = (0..160_000).map(|_| (b'a' + below(20) as u8) as char).collect();
         let start = std::time::Instant::now();
