@@ -147,7 +147,7 @@ def norms() -> str:
     exported = ", ".join(json_string(entry["module"]) for entry in sorted(entries, key=lambda entry: entry["module"]))
     parts = [_NORMS_HEAD + f"__all__ = [{exported}]\n"]
     for entry in entries:
-        # 116 characters and an indent of 4 make a line of 120.
+        # The docstring is indented by 4 spaces, so its lines of 116 characters make lines of 120.
         about = textwrap.fill(f'"""{composed.doc(entry)}"""', 116, break_on_hyphens=False).replace("\n", "\n    ")
         base = "RunningNorm" if entry["form"] == "columns" else "RowNorm"
         lines = [f"class {entry['module']}({base}):", f"    {about}", ""]
@@ -271,7 +271,7 @@ def _choices(kinds: "list[type[Config]]") -> Iterator[str]:
     for choices, alias in _aliases(kinds).items():
         words = [json_string(choice) for choice in choices]
         line = f"{alias} = Literal[{', '.join(words)}]\n"
-        # A line has at most 120 characters and a newline.
+        # `line` ends with a newline, so 121 characters make a line of 120.
         yield line if len(line) <= 121 else f"{alias} = Literal[\n" + "".join(f"    {w},\n" for w in words) + "]\n"
 
 
@@ -280,9 +280,9 @@ def _annotation(field: "Field", kinds: "list[type[Config]]") -> str:
     from . import config
 
     kind = _aliases(kinds)[field.choices] if field.choices else field.kind
-    # Options that accept an object of the user's own name its type, too.
+    # Some options also accept an object of the user's own, so its type is added.
     kind += {"schemes": " | Scheme", "norms": " | Norm | str"}.get(config.OWN.get(field.name, ""), "")
-    # A mixture by layers, such as `prenorm*2,postnorm`, is a free text.
+    # An option with choices by layer also accepts a text such as `prenorm*2,postnorm`. A text times False is "".
     return kind + " | str" * field.per_layer + " | None" * field.optional
 
 

@@ -125,7 +125,7 @@ def _run(argv: Sequence[str] | None) -> int:
                 return 0
             args = _parser().parse_args(words)
             args.run(args)
-            ask()  # raises KeyboardInterrupt if a signal came and its exception was swallowed
+            ask()  # raises KeyboardInterrupt if a signal came and some code swallowed its exception
         finally:  # `--help` raises SystemExit, and its text must be written, too
             if sys.stdout is not None and not sys.stdout.closed:
                 write_out()

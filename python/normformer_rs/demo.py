@@ -162,7 +162,7 @@ def _words() -> Callable[..., str]:
     """Returns a function that writes numbers in words, without commas and hyphens."""
     num2words = require("num2words", "the demo's text").num2words
 
-    @functools.cache  # because most numbers occur many times
+    @functools.cache  # most numbers occur many times
     def words(n: int, lang: str, to: str = "cardinal") -> str:
         return num2words(n, lang=lang, to=to).replace(",", "").replace("-", " ")
 
@@ -177,7 +177,7 @@ def write_corpus(folder: str | Path, made: Corpus | None = None) -> DataConfig:
     for name, pairs in made._asdict().items():
         write_lines(str(folder / f"{name}.en"), [pair.english for pair in pairs])
         write_lines(str(folder / f"{name}.vi"), [pair.vietnamese for pair in pairs])
-    # DataConfig's options: train_source, train_target, valid_source and valid_target.
+    # The keys are DataConfig's options train_source, train_target, valid_source and valid_target.
     files: dict[str, Any] = {
         f"{part}_{side}": str(folder / f"{part}.{ending}")
         for part in ("train", "valid")
@@ -215,7 +215,7 @@ def run(output: str | Path, *, updates: int | None = None, progress: bool = True
     The run goes to `output`, where it replaces only an earlier demo's, and the text to `output`-text.
     Errors: InputError if `output` holds another run.
     """
-    from . import _core  # here, so that `demo --help` does not import torch
+    from . import _core  # imported only here, so that `demo --help` does not import torch
     from .loop.training import Trainer
     from .loop.translation import translate
 

@@ -50,14 +50,14 @@ class Owner(NamedTuple):
             return NormAt(name + self.number, width, part.start)
         name += "" if part.shared else self.number
         shape = part.shape if isinstance(part.shape, list | tuple) else [part.shape]
-        # An array, which has a shape that is not (), becomes a list.
+        # An array becomes a list. Its shape is not empty, unlike that of a single number of numpy.
         value = [*part.value] if getattr(part.value, "shape", None) else part.value
         return part._replace(name=name, value=value, shape=shape, shared=False)
 
 
 def to_json(kind: Any, value: Any, owner: Owner, what: str) -> Any:
-    """Returns the value as the JSON that Rust reads. `what` names the value in messages. Errors: InputError for a
-    value of another type than `kind`."""
+    """Returns the value as the JSON that Rust reads. `owner`: the module that will own its norms and parameters;
+    `what`: the value's name in messages. Errors: InputError for a value of another type than `kind`."""
     return _codec(kind).write(value, owner, what)
 
 
@@ -92,7 +92,7 @@ def _codec(kind: Any) -> _Codec:
         return _optional(_codec(functools.reduce(operator.or_, kinds)))
     if isinstance(kind, UnionType):  # X | Sequence[X]
         return _one_or_list(_codec(kinds[0]))
-    # Sequence[X] has an argument, X; a named tuple has none.
+    # Only two kinds of types are left: Sequence[X], with the argument X, and named tuples, which have no argument.
     return _list(_codec(kinds[0])) if kinds else _fields(kind)
 
 
@@ -161,6 +161,7 @@ def _gain() -> _Codec:
     curve, texts = _codec(Curve), {1.0: "one", GROWING: "growing"}
 
     def write(value: Any, owner: Owner, what: str) -> Any:
+        """Returns the gain as JSON. `what` names it in messages."""
         if isinstance(value, str | int | float) and value in texts:
             return texts[value]
         if isinstance(value, Curve):
@@ -243,9 +244,10 @@ def _fields(kind: Any) -> _Codec:
     defaults = {name: kind._field_defaults[name] for name in _LEFT_OUT if name in codecs}
 
     def write(value: Any, owner: Owner, what: str) -> Any:
+        """Returns the fields by name. `what` names the value in messages."""
         if not isinstance(value, kind):
             raise refusal(what, expected.get(kind, f"a {kind.__name__}"), value)
-        if isinstance(value, Part):  # a norm or a parameter
+        if isinstance(value, Part):  # a norm or a parameter gets the name that it has in its module
             value = owner.own(value, what)
             what = f"{what}: {value.name}"
         written = {}

@@ -153,7 +153,7 @@ class Change(NamedTuple):
 
 
 def norm(name: str = "norm", width: int | None = None, start: float = 1.0) -> Change:
-    """Normalises x with the stack's norm: N(x)."""
+    """Normalises x with the stack's norm: N(x). The arguments are the first three fields of `NormAt`."""
     return Change("norm", NormAt(name, width, start))
 
 

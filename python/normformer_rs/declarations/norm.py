@@ -77,11 +77,11 @@ class Norm(FromFile):
 
     def normalize(self, x: Any, *parameters: Any, **options: float) -> Any:
         """Returns y for x (…, width), f32 or f64, computed row by row with torch's operations, which autograd
-        follows. Parameters have their declared shapes."""
+        follows. Parameters have their declared shapes; options come by keyword."""
         raise NotImplementedError(f"{type(self).__name__} must say what it computes: def normalize(self, x, …)")
 
     def start(self, name: str, width: int) -> float:
-        """Returns a parameter's initial value; 0 if it is random."""
+        """Returns a parameter's initial value in a norm of this width; 0 if it is random."""
         value = self.parameters[name].start
         if isinstance(value, Normal):
             return 0.0
@@ -240,7 +240,7 @@ def declared(data: Mapping[str, Any]) -> Norm:
     """
     _check_data(data)
     name, options = data["name"], data.get("options", {})
-    for _, classes in reversed(_USED):  # the innermost `using` first
+    for _, classes in reversed(_USED):  # the classes of the innermost `using` block come first
         for cls in classes:
             if found := _fitting(cls, data):
                 return found
@@ -335,7 +335,7 @@ def _alike(one: type[Norm], other: type[Norm]) -> bool:
     def own(cls: type[Norm]) -> dict[str, Any]:
         """Returns the attributes that a class adds to `Norm`, except for its declarations."""
         declared = {"name", "equation", "source", "parameters", "options", "_serial", "_found"}
-        # Only the class, and those of its bases that derive from `Norm`, count.
+        # The attributes come from the class and from those of its bases that derive from `Norm`.
         names = {name for kind in cls.__mro__[: cls.__mro__.index(Norm)] for name in vars(kind)} - declared
         return {name: getattr(cls, name) for name in names if name == "__init__" or not name.startswith("__")}
 
@@ -387,7 +387,7 @@ def _define() -> None:
     import torch
 
     library = torch.library.Library("normformer_rs", "FRAGMENT")
-    parameters = ", ".join(f"Tensor? p{i}" for i in range(8))  # as many as a norm may declare
+    parameters = ", ".join(f"Tensor? p{i}" for i in range(8))  # a norm may declare at most eight
     library.define(f"own_norm(Tensor x, {parameters}, str declaration) -> Tensor")
     library.impl("own_norm", _run, "CompositeImplicitAutograd")
     _defined.append(library)  # torch removes the operator once its library is deleted

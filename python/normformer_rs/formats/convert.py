@@ -134,7 +134,7 @@ def configure(flags: argparse.Namespace, stack: str, vocab_size: int) -> Transfo
 
 def _residual(flags: argparse.Namespace, is_alone: bool) -> str:
     """Returns the residual scheme that the flags set: by --residual, or by fairseq's --*-normalize-before, which must
-    agree with it."""
+    agree with it. `is_alone`: True for a language model, which has no encoder."""
     scheme = getattr(flags, "residual", None)
     sides = ["decoder"] if is_alone else ["encoder", "decoder"]
     are_prenorm = [getattr(flags, f"{side}_normalize_before", False) for side in sides]
@@ -328,10 +328,10 @@ def read_checkpoint(path: Path_, trust: bool = False) -> dict[str, Any]:
 
 
 def flags_of(saved: Mapping[str, Any], path: Path_) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the model's flags and the task's flags of a checkpoint. Errors: InputError if they are missing, or if the
-    architecture is no Transformer of fairseq or of the plug-in."""
+    """Returns the model's flags and the task's flags of a checkpoint; `path` is its file, for messages. Errors:
+    InputError if they are missing, or if the architecture is no Transformer of fairseq or of the plug-in."""
     cfg, args = saved.get("cfg"), saved.get("args")
-    # Without cfg, args holds the flags of model and task together.
+    # Older checkpoints have args instead of cfg, with the flags of model and task together.
     parts = [cfg.get("model"), cfg.get("task")] if isinstance(cfg, Mapping) else [args, args]
     model, task = (vars(part) if isinstance(part, argparse.Namespace) else part for part in parts)
     if not isinstance(model, dict) or not isinstance(task, dict):
@@ -399,7 +399,8 @@ def _learned_positions(
     flags: Mapping[str, Any], state: Mapping[str, Tensor], config: TransformerConfig, path: Path_
 ) -> dict[str, Any]:
     """Returns the options `positions` and `max_positions` for learned positions; an empty dictionary for sinusoids.
-    Errors: InputError if encoder and decoder differ."""
+    `state`: the checkpoint's tensors; `path`: its file, for messages. Errors: InputError if encoder and decoder
+    differ."""
     sides = ["decoder"] if config.architecture == "decoder-only" else ["encoder", "decoder"]  # type: ignore[attr-defined]
     learned = [side for side in sides if flags.get(f"{side}_learned_pos")]
     if not learned:
@@ -420,11 +421,11 @@ def _learned_positions(
 
 
 def _dictionary(folder: Path, task: Mapping[str, Any]) -> Path:
-    """Returns the path of the dictionary. Errors: InputError if there is none, or if the two languages have different
-    ones."""
+    """Returns the path of the dictionary in the folder. `task`: fairseq's flags of the task, which name the languages.
+    Errors: InputError if there is none, or if the two languages have different ones."""
     names = [f"dict.{task[side]}.txt" for side in ("source_lang", "target_lang") if task.get(side)]
-    # The checkpoint does not name the languages if fairseq has detected them from the files. Then all dictionaries in
-    # the folder are compared.
+    # If fairseq has detected the languages from the files, the checkpoint does not name them, and `names` is empty.
+    # Then all dictionaries in the folder are compared.
     paths = [folder / name for name in names] or sorted(folder.glob("dict.*txt"))
     if not paths or not all(path.is_file() for path in paths):
         raise InputError(f"{folder}: no {' or '.join(names) or 'dict.LANG.txt'}: give --data DIR")
@@ -445,7 +446,7 @@ def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> 
         raise InputError(
             f"{directory}: its positions are {config.positions}; fairseq has positions = fairseq or learned"
         )
-    # The plug-in's models have the defaults of these options, except of max_positions, which its flags set.
+    # In the plug-in's models these options have their defaults, except for max_positions, which its flags set.
     for field in TransformerConfig.FIELDS:
         if (
             field.name in LANGUAGE_MODELS

@@ -69,9 +69,9 @@ class _Family:
             if field.name in _FREE:
                 continue
             value, allowed = getattr(config, field.name), self.options.get(field.name, (field.default,))
-            if field.name == "norm":  # the decoder's own norm, if it has one
+            if field.name == "norm":  # decoder_norm, if it is given, counts instead
                 value = config.decoder_norm or config.norm
-            if field.name == "kv_heads":  # None means as many as heads
+            if field.name == "kv_heads":  # None, the default, means as many as `heads`
                 value = None if value == config.heads else value
             # The empty tuple in `options` means that any value is allowed.
             if value not in allowed and self.options.get(field.name) != ():
@@ -117,7 +117,7 @@ class _Family:
         return full
 
 
-# Functions that the architectures share.
+# The functions below serve several architectures.
 
 
 def _rate(config: TransformerConfig, name: str) -> float:
@@ -195,7 +195,7 @@ def _by_head(config: TransformerConfig, module: str, tensor: Tensor) -> Iterable
     return [(module, tensor)]
 
 
-# The architectures.
+# The parts below describe the architectures.
 
 _DECODER = {"architecture": ("decoder-only",), "residual": ("prenorm",)}
 """The values that these two options have in most architectures."""
@@ -227,6 +227,7 @@ def _llama_like(model_type: str) -> Callable[[TransformerConfig], dict[str, Any]
     there."""
 
     def config_of(config: TransformerConfig) -> dict[str, Any]:
+        """Returns the config.json of a model with these options."""
         return _shape(config) | {
             "model_type": model_type,
             "num_key_value_heads": config.kv_heads or config.heads,
@@ -235,7 +236,7 @@ def _llama_like(model_type: str) -> Callable[[TransformerConfig], dict[str, Any]
             "rms_norm_eps": _eps(config),
             "attention_bias": config.linear_biases,
             "mlp_bias": config.linear_biases,
-            # transformers 5 reads rope_parameters, earlier versions rope_theta
+            # transformers 5 reads rope_parameters, and earlier versions read rope_theta.
             "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
             "rope_theta": config.rope_theta,
         }
@@ -249,7 +250,7 @@ def _qwen3_next(config: TransformerConfig) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": 1.0}
     return _llama_like("qwen3_next")(config) | {
         "layer_types": ["full_attention" for _ in layers],
-        "mlp_only_layers": [*layers],  # layers without experts
+        "mlp_only_layers": [*layers],  # no layer has experts
         "rope_parameters": rope,
         "partial_rotary_factor": 1.0,
     }
@@ -275,6 +276,7 @@ def _granite(model_type: str) -> Callable[[TransformerConfig], dict[str, Any]]:
     """Returns a function that makes the config.json of a Granite architecture. `model_type` is its name there."""
 
     def config_of(config: TransformerConfig) -> dict[str, Any]:
+        """Returns the config.json of a model with these options."""
         return _llama_like(model_type)(config) | {
             "layer_types": ["full_attention"] * config.decoder_layers,
             "embedding_multiplier": config.input_alpha,

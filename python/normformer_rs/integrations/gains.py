@@ -24,7 +24,7 @@ def gain_values(model: nn.Module) -> dict[str, float]:
             values[f"gain/{name}"] = whole.detach().double().mean()
     for name, module in model.named_modules():
         if isinstance(module, Growing) and module.growth is not None:
-            path = f"alpha/{name}".rstrip("/")  # the model itself has the name ""
+            path = f"alpha/{name}".rstrip("/")  # the model itself has the name "", which would leave a slash
             if not module.growth.by_layer or module.place is None:
                 values[path] = module.alpha_now(module.growth)[0]
                 continue
@@ -56,7 +56,7 @@ class Undecayed:
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
         """Adds hooks to the optimizer, or to the one inside a wrapper, that move the model's gains during each step."""
-        while hasattr(optimizer, "optimizer"):  # accelerate's wrapper
+        while hasattr(optimizer, "optimizer"):  # Accelerate wraps optimizers
             optimizer = optimizer.optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             kind = type(optimizer).__name__

@@ -145,7 +145,8 @@ def param_groups(
         # role comes first, because groups are returned in the order of ROLES.
         key = ROLES.index(place.role), sums_over, m_L, uses_adam
         if key not in groups:
-            # The measure of a step that the optimizer keeps at all widths: Adam's steps have entries of equal size.
+            # The size of an optimizer's step does not depend on the width in some measure. For Adam that is the size of
+            # the single entries.
             constant_measure = "entries" if uses_adam else step_size
             factors = _core.multipliers(name, place.role, m_d, m_L, alpha, sums_over, constant_measure)
             decay = weight_decay if place.role in MATRICES else 0.0
@@ -269,7 +270,7 @@ def _check(name: str, base_width: int | None, base_depth: int | None, alpha: flo
 
 def _places(model: nn.Module, needs_blocks: bool, width: int | None) -> Iterator[_Placed]:
     """Yields every trained parameter once, with its role. Without `needs_blocks` a model without repeated blocks is
-    accepted."""
+    accepted. `width`: the residual stream's width; None to find it."""
     if isinstance(model, Transformer):
         depths = {"encoder": model.config.encoder_layers, "decoder": model.config.decoder_layers}
         parts = model._parts()
@@ -312,7 +313,8 @@ def _layers_of(blocks: dict[str, int], path: str) -> int:
 def _role(
     model: nn.Module, module: nn.Module, p: nn.Parameter, is_vector: bool, is_in_block: bool, width: int | None
 ) -> str:
-    """Returns a parameter's role, as the documentation of `param_groups` defines the roles."""
+    """Returns the role of a parameter of `module`, as the documentation of `param_groups` defines the roles. `width`:
+    the residual stream's width; None to find it."""
     if isinstance(module, nn.Embedding) and not is_vector:
         return "embedding"
     if is_in_block:

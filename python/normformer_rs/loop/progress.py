@@ -102,7 +102,7 @@ class Lines:
 
 def write(text: str) -> None:
     """Prints a line on standard error, above the bar if there is one."""
-    tqdm = sys.modules.get("tqdm")  # without an import of tqdm there is no bar
+    tqdm = sys.modules.get("tqdm")  # if nothing has imported tqdm, there is no bar
     if tqdm is None:
         print(text, file=sys.stderr, flush=True)
     else:

@@ -29,7 +29,7 @@ class _Stops:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handles a signal that arrives while `frame` runs."""
         self.count += 1
-        if self.count == 2:  # probably a launcher has repeated the first signal
+        if self.count == 2:  # the second signal is ignored: probably a launcher has repeated the first
             return
         self.requested_by = signal.Signals(number).name
         if self.count == 1:  # only the first signal waits; a third one raises at once

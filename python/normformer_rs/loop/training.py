@@ -106,7 +106,7 @@ class Trainer:
         Errors: InputError if the run needs more even when it recomputes activations; the message says which
         `max_tokens` would fit.
         """
-        # The memory that the latest attempt needs: without activations, and for activations.
+        # The latest attempt needs `activations` bytes for activations, and `fixed` bytes for everything else.
         fixed = activations = 0
         # The run is tried as it is, then with recomputation: False sorts before True.
         for checkpointing in sorted({self.training.activation_checkpointing, True}):

@@ -151,7 +151,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             query, key, value = (t.unsqueeze(0) for t in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not self.batch_first:
-            query, key, value = (t.transpose(0, 1) for t in (query, key, value))  # (B, T, d)
+            query, key, value = (t.transpose(0, 1) for t in (query, key, value))  # (B, T or S, d)
         self._check(query, key, attn_mask, key_padding_mask)
 
         # The mask marks keys; only in self-attention are these also the rows that changes see.
@@ -309,7 +309,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 def _is_one(a: Tensor, b: Tensor) -> bool:
     """True if a and b are one tensor, or views of the same memory, as reentrant checkpoints make from one tensor."""
     if a is b or torch.compiler.is_compiling() or type(a) is not Tensor or type(b) is not Tensor:
-        return a is b  # such tensors may have no memory to compare
+        return a is b  # compiled code and subclasses of Tensor may have no memory to compare
     if (a.shape, a.dtype, a.device, a.layout) != (b.shape, b.dtype, b.device, b.layout) or a.layout != torch.strided:
         return False
     try:

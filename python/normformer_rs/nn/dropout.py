@@ -72,7 +72,7 @@ def is_plain(module: nn.Module, kind: type) -> bool:
 
 def rate(dropout: Any) -> float | None:
     """Returns p of a plain dropout, 0 in evaluation; None if the module itself must be called."""
-    if not is_plain(dropout, nn.Dropout) or dropout.p >= 1:  # operators divide by 1 − p
+    if not is_plain(dropout, nn.Dropout) or dropout.p >= 1:  # operators cannot: they divide by 1 − p
         return None
     # Dynamo treats is_exporting() as true in torch.compile, too. So compiled graphs contain torch's dropout, unless the
     # backward graph may run it again with other numbers.

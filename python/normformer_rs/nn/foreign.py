@@ -211,8 +211,10 @@ _DEPTH = 8
 @functools.lru_cache(maxsize=256)
 def asks(config: TransformerConfig, stack: str, draws: bool, only: int | None = None) -> str | None:
     """Returns "the depth" or "the layer's number and the depth" if the layer's computation depends on them, or, with
-    `draws`, its initial values do; otherwise None. `only`: the number of the one sublayer to check."""
-    # These are the places of the only layer of a stack, and of the first layer of a deep one.
+    `draws`, its initial values do; otherwise None. `stack`: "encoder" or "decoder"; `only`: the number of the one
+    sublayer to check, None for all."""
+    # The layer depends on number or depth if its declaration differs between these places and others. They are the
+    # place of the only layer of a stack, and that of the first layer of a deep one.
     alone, first = _of_depth(config, stack, 1), _of_depth(config, stack, _DEPTH)
     # The layers of a mixture may differ only at a depth above _DEPTH.
     is_mixture = "," in str(config.residual) or config.residual == "mix-ln"

@@ -152,7 +152,7 @@ def close(
     if p is None:  # the dropout module itself must be called; nothing is left for the operator to drop
         f, p = dropout(f), 0.0
     if x.dtype in (torch.float64, torch.float16, torch.bfloat16) or f.dtype == torch.float64:
-        f = f.to(x.dtype)  # the residual stream keeps its type
+        f = f.to(x.dtype)  # so the residual stream keeps its dtype
     f, where = draw.drop(f, p)  # (rate, seed, site) of the dropout that the operator still applies
     if sublayer.mixing is not None:
         f = drop(f, where).to(x.dtype)
@@ -182,7 +182,8 @@ def close(
         x_plus = apply_changes(owner, sublayer.after, add(x, alpha, beta), padding_mask, streams.kept)
         return Streams(x_plus, others, kept=streams.kept, outputs=streams.outputs)
     fused = getattr(OPS, norm.operator + "_residual")
-    dtype = x.dtype if sublayer.after else f.dtype  # that of N(x⁺), the stream itself or the next F's input
+    # With an `after`, N(x⁺) is the stream itself; otherwise it is the input of the next F, in the dtype of f.
+    dtype = x.dtype if sublayer.after else f.dtype
     x_plus, y, _ = fused(x, f, alpha, beta, *norm.parameters_in_use(x), *norm.own(x), *where, dtype)
     x_plus, normed = (y, None) if sublayer.after else (x_plus, y)
     return Streams(x_plus, others, normed, kept=streams.kept, outputs=streams.outputs)

@@ -169,7 +169,8 @@ class Layer(Growing, Placeable):
         raise NotImplementedError
 
     def _install(self, factory: Mapping[str, Any], bias: bool) -> None:
-        """Makes the scheme's norms and parameters, in the layer and in its attentions."""
+        """Makes the scheme's norms and parameters, in the layer and in its attentions. `factory`: device and dtype;
+        `bias`: True for norms with biases."""
         self.has_norm_biases = bias
         self._enter_attentions()
         # `part` counts the calls, so that each draws other random values.
@@ -209,7 +210,7 @@ class Layer(Growing, Placeable):
                 delattr(owner, name)
             missing = [item for item in items if item not in before]
             install(owner, missing, place, part, factory=factory, bias=self.has_norm_biases)
-        self.grow(None, device)  # the stack holds t
+        self.grow(None, device)  # the stack holds t, so the layer holds none
         self._set_linear_resets()
         self.placed, self.knows_encoder, self._refusal = "stack", True, None
 
@@ -392,7 +393,7 @@ def _check_other_attention(layer: Layer, name: str, attention: Any) -> tuple[Sub
     # The declared factor of scores is None for torch.nn's, 1/√d_head.
     needs += ["another scale"] if layer.place.declared.attention is not None else []
     needs += ["inputs of their own for q, k and v"] if mixing.reads_apart(sublayer.mixing) else []
-    if wraps_ours:  # the wrapper passes on all but kept tensors
+    if wraps_ours:  # the wrapper passes everything on, except for kept tensors
         needs = [f"changes at {point}" for point, changes in sublayer.inside.items() if passes(changes)]
     if needs:
         raise InputError(

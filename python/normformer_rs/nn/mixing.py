@@ -63,7 +63,7 @@ def _gated(gates: Any, streams: Tensor, *parameters: Tensor) -> tuple[Tensor, ..
     declared kind of gates; `streams`: (…, n, d); `parameters`: those of the gates, in declared order."""
     if isinstance(gates, Joint):
         weight, scale, bias = parameters
-        if gates.scale.shape == (1,):  # at a stack's end
+        if gates.scale.shape == (1,):  # at a stack's end there are only the gates for reading x
             return (formulas.hyper_read(streams, weight, scale, bias),)
         return formulas.hyper_connection(streams, weight, scale, bias, gates.iterations, gates.magnitude)
     if isinstance(gates, Permuted):
@@ -71,7 +71,7 @@ def _gated(gates: Any, streams: Tensor, *parameters: Tensor) -> tuple[Tensor, ..
     if isinstance(gates, Each):
         return formulas.free_hyper_connection(streams, *parameters)
     if isinstance(gates, Channel):
-        if gates.write is None:  # at a stack's end
+        if gates.write is None:  # at a stack's end nothing is written
             return (formulas.channel_read(streams, *parameters),)
         gain, down, up, weight = parameters
         return formulas.channel_connection(streams, gain, down, up, weight, gates.magnitude)
@@ -82,7 +82,7 @@ def write(mixing: Mixing, tensors: Tensors, unwritten: Tensors, f: Tensor) -> Te
     """Returns the tensors after F(x) = f; dropout has already been applied to f. Attention over depth appends f, or
     adds f to the last tensor. A hyper-connection gets the streams that `read` got, perhaps in another dtype."""
     if isinstance(mixing, HyperConnection):
-        (streams,), (weights,) = tensors, unwritten  # one tensor each
+        (streams,), (weights,) = tensors, unwritten  # both tuples have one tensor
         if weights.shape[-1] == 1:  # g alone: every stream stays itself
             return (streams + weights.to(streams.dtype) * f.unsqueeze(-2),)
         return (formulas.mix_streams(streams, weights.to(torch.promote_types(streams.dtype, torch.float32)), f),)

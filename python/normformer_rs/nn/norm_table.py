@@ -132,7 +132,7 @@ class NormSpec(NamedTuple):
         knows_buffers = 1 <= len(statistics) <= 2 and {*statistics} <= {"width", "column"} and counters in ([], ["one"])
         known = ("eps", *COLUMN_OPTIONS, "groups", "sync")
         others = [name for name in self.options if name not in known and name not in beside]
-        problem = None  # (what the entry declares, what its operator has)
+        problem = None  # if the entry does not fit: (what it declares, what its operator has), in words
         if not knows_buffers:
             listed = ", ".join(f"{buffer.name} ({buffer.shape})" for buffer in self.buffers)
             problem = f"the buffers {listed}", "one or two statistics (width or column) and at most one counter (one)"

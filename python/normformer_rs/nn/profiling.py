@@ -82,7 +82,7 @@ def profile_step(omega: Tensor, x: Tensor, f: Tensor, where: Where) -> None:
         return
     r = omega.new_ones(1) if _pass.deviation is None else _pass.deviation
     if dist.is_available() and dist.is_initialized():
-        dist.broadcast(r, 0)  # each rank has another batch; rank 0's r counts
+        dist.broadcast(r, 0)  # every rank takes rank 0's r, because each has another batch
     if not r.isfinite().all():
         raise InputError(
             f"profiling found a gain on x of {r.item()}: expected a finite number. The branches grow from sublayer to "

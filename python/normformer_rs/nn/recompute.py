@@ -107,4 +107,4 @@ def _sums(x: Tensor) -> Tensor:
     """Returns weighted sums of x's columns, (d,). Each row has another weight, so that the order of rows counts."""
     rows = x.detach().reshape(-1, x.shape[-1])
     weights = torch.linspace(0.5, 1.5, len(rows), dtype=x.dtype, device=x.device) / max(len(rows), 1)
-    return (weights @ rows).nan_to_num()  # a NaN would not equal itself
+    return (weights @ rows).nan_to_num()  # two NaNs would not be equal

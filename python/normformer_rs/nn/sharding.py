@@ -117,7 +117,7 @@ def _backward(dy: Any, x: Any, weight: Any, bias: Any, stats: Any, *own: Any) ->
     affine, numbers = [_whole(p) for p in (weight, bias)], [_whole(p) for p in own]
     learned = [*affine, *(p for p in numbers if p is not None)]  # ε is a number and has no gradient
     ways = []
-    for placement in _places(x):  # dy, x, stats and dx share it
+    for placement in _places(x):  # dy, x, stats and the gradient of x have the same placement
         # A rank with some of the rows has a part of each parameter's gradient, which is a sum over rows.
         sums = [Partial() if placement.is_shard() and p is not None else Replicate() for p in learned]
         ways.append(([placement, *sums], [placement, placement, *affine, placement, *numbers]))

@@ -109,7 +109,7 @@ def learned_gains(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters of norms and of residual schemes, by their names."""
     gains = {}
     for name, module in model.named_modules():
-        # normformer_rs.Transformer consists of plain nn.Module containers.
+        # The parts of a normformer_rs.Transformer are of the class nn.Module itself.
         is_container = type(module) is nn.Module
         is_norm = isinstance(module, _NORMS) or (is_container and name.rpartition(".")[2] == "combine")
         is_scheme = isinstance(module, Growing | MultiheadAttention) or is_container
