@@ -113,8 +113,8 @@ pub(super) struct Beginning {
 }
 
 impl Beginning {
-    /// Builds the contents. Moves the segmenter out of `prepared`, because training no longer needs it; `Split` takes its
-    /// place.
+    /// Builds the contents. Moves the segmenter out of `prepared`, because training no longer needs it; `Split` takes
+    /// its place.
     pub(super) fn of(prepared: &mut PreparedData, training: &TrainingConfig, config: &DataConfig) -> Self {
         Beginning {
             configs: Configs { model: prepared.model.clone(), training: training.clone(), data: config.clone() },
