@@ -185,7 +185,7 @@ impl<A: Accumulator> DropoutFactors<A> {
         let kept = A::from_f64(dropout.scale);
         for (i, row) in self.rows.chunks_exact_mut(width).take(queries).enumerate() {
             let random = &self.random[(i * attention.heads + head) * per_row..][..per_row];
-            // Whole blocks of random numbers, whose length is constant, are faster than single ones.
+            // Both rows are padded to whole blocks, so that the inner loop has a constant length.
             for (row, random) in row.chunks_exact_mut(philox::BLOCK).zip(random.chunks_exact(philox::BLOCK)) {
                 for (factor, random) in row.iter_mut().zip(random) {
                     *factor = if *random >= dropout.threshold { kept } else { A::ZERO };
