@@ -106,6 +106,7 @@ impl Recorder for CudaGraphs {
 }
 
 impl Replay for CudaGraph {
+    /// Launches the graph on torch's current stream.
     fn replay(&self) -> Result<()> {
         Python::with_gil(|py| self.call(py, "replay")).map_err(failed)
     }

@@ -65,14 +65,17 @@ impl Listener {
 }
 
 impl Watch for Listener {
+    /// Reports the input x of a layer.
     fn layer_input(&self, x: &Tensor) -> Result<()> {
         self.tell("layer input", "", 0, vec![x.shallow_clone()])
     }
 
+    /// Reports the output x of a layer.
     fn layer(&self, x: &Tensor) -> Result<()> {
         self.tell("layer", "", 0, vec![x.shallow_clone()])
     }
 
+    /// Reports the input x and the output y of a linear layer. Says nothing if `weight` is no part of a parameter.
     fn product(&self, weight: &Tensor, x: &Tensor, y: &Tensor) -> Result<()> {
         // `weight` may be some rows of a parameter. Its address shows which parameter, and which row is the first.
         let first_row_in = |matrix: &ParameterMatrix| {
@@ -86,10 +89,12 @@ impl Watch for Listener {
         self.tell("product", name, first_row, vec![x.shallow_clone(), y.shallow_clone()])
     }
 
+    /// Reports the output y of the norm `name`.
     fn norm(&self, name: &str, y: &Tensor) -> Result<()> {
         self.tell("norm", name, 0, vec![y.shallow_clone()])
     }
 
+    /// Reports the logits of an attention, one tensor for each group of sentences that the attention computes together.
     fn attention(&self, logits: &Logits) -> Result<()> {
         let mut parts = Vec::new();
         // `each` calls the closure for one group of sentences after the other. `is_attended` is true where the query

@@ -97,6 +97,7 @@ impl Lock {
 }
 
 impl Drop for Lock {
+    /// Removes the lock file, and the folders that were created for it, innermost first, if they are empty.
     fn drop(&mut self) {
         // If the removal fails, a file or an empty folder stays, which does not stop the next run.
         let _ = fs::remove_file(&self.path);

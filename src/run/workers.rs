@@ -132,6 +132,7 @@ pub fn in_parallel(
 struct ThreadsAsBefore(usize);
 
 impl Drop for ThreadsAsBefore {
+    /// Sets libtorch's number of threads to the one before.
     fn drop(&mut self) {
         tch::set_num_threads(self.0 as i32);
     }

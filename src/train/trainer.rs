@@ -31,9 +31,13 @@ use tch::{Device, Kind, Tensor};
 /// The state that a resumed run needs besides parameters and moments.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Progress {
+    /// The number of updates made.
     pub update: u64,
+    /// The next batch to read: its epoch, and its index in the epoch.
     pub cursor: Cursor,
+    /// The training time in seconds, without evaluations.
     pub seconds: f64,
+    /// The best score so far: BLEU or the negative loss.
     pub best: Option<f64>,
     /// The number of evaluations that were made since the best one.
     pub since_best: u64,
@@ -49,7 +53,7 @@ pub struct Progress {
     #[serde(default)]
     pub is_pause: bool,
     pub schedule: Option<ScheduleMemory>,
-    /// The number of sentences of the epoch before the cursor, and the number of all sentences of the epoch.
+    /// The number of sentences of the epoch before the cursor, and the number of all its sentences.
     #[serde(default)]
     pub seen: (u64, u64),
     /// The digests of the text to which the cursor and the best score belong.
@@ -94,6 +98,7 @@ impl Progress {
     }
 }
 
+/// A training run: the model, the data, the optimizer, and the run's progress.
 pub struct Trainer {
     pub config: TrainingConfig,
     data: DataConfig,
@@ -359,6 +364,7 @@ impl Trainer {
         if norms.iter().all(|name| given::find(name).is_none()) {
             return self.step();
         }
+        // Pairs of a buffer and a copy of its present values.
         let buffers = model.parameters.buffers().map(|(_, t)| Ok((t.shallow_clone(), t.f_detach_copy()?)));
         let before = buffers.collect::<Result<Vec<_>>>()?;
         self.step().inspect_err(|_| {
@@ -379,7 +385,8 @@ impl Trainer {
         let (mut cursor, mut seen) = (self.progress.cursor, self.progress.seen.0);
         let mut tokens = 0;
         let ranks = self.group.size();
-        // Every rank reads all micro-batches of the update, to count their tokens, and keeps its own.
+        // An update has `accumulate` micro-batches of each rank. Every rank reads all micro-batches of the update, to
+        // count their tokens, and keeps its own.
         for micro_batch in 0..self.config.accumulate as usize * ranks {
             let (batch, next) = self.batches.next().ok_or_else(|| Error::invalid("the stream of batches ended"))?;
             tokens += batch.target_output.len();
@@ -392,7 +399,7 @@ impl Trainer {
         }
         let (seed, scale) = (self.config.seed as i64, 1.0 / tokens as f64);
         self.train_step.model.set_update(number as i64)?;
-        // The first rank measures the gains on its first micro-batch, before the first update.
+        // Before the first update, the first rank measures the residual scheme's gains on its first micro-batch.
         if number == 1 && !self.progress.keeps_gains && self.train_step.model.is_profiled() {
             if let (true, (_, batch)) = (self.group.is_first(), &batches[0]) {
                 let turn = Turn { seed: [seed, 0, 0], scale, is_partial: false };
@@ -424,7 +431,7 @@ impl Trainer {
         let (parameters, clip) = (&self.train_step.model.parameters, self.optimizer.qk_clip());
         let layers = is_logged.then(|| PendingLayers::of(parameters, clip)).transpose()?;
         let logit = clip.map(|clip| clip.largest_of_all()).transpose()?;
-        // The sum over ranks also counts the ranks that want to stop, which saves an exchange of its own.
+        // 1 if this rank wants to stop, else 0. The sum over ranks then counts such ranks, without another exchange.
         let wants_stop = sums.loss.f_full_like(f64::from(u8::from(self.own_stop.is_some())))?;
         let sums = self.group.sum(&Tensor::f_stack(&[&sums.loss, &sums.nll, &wants_stop], 0)?)?;
         let grad_norm = self.optimizer.step(number, lr, &sums.f_select(0, 0)?, self.group)?;
@@ -459,7 +466,8 @@ impl Trainer {
         }
     }
 
-    /// Waits for an update's results. Returns them, and true if a rank wants to stop.
+    /// Waits for an update's results. Returns them, and true if a rank wants to stop. Errors if the loss or the
+    /// gradient norm is not finite.
     fn finish(&mut self, update: Running) -> Result<(Update, bool)> {
         let Running { number, epoch, lr, tokens, start, numbers, layers, statistics } = update;
         let numbers = numbers.read()?;
@@ -479,9 +487,10 @@ impl Trainer {
             self.pace.pop_front();
         }
         self.pace.push_back((seconds, tokens));
-        let time: f64 = self.pace.iter().map(|(seconds, _)| seconds).sum();
-        let done: usize = self.pace.iter().map(|(_, tokens)| tokens).sum();
-        let left = self.config.updates - number as i64;
+        let recent_seconds: f64 = self.pace.iter().map(|(seconds, _)| seconds).sum();
+        let recent_tokens: usize = self.pace.iter().map(|(_, tokens)| tokens).sum();
+        let updates_left = (self.config.updates - number as i64).max(0) as f64;
+        let time_left = updates_left * recent_seconds / self.pace.len() as f64;
         let update = Update {
             update: number,
             epoch,
@@ -491,9 +500,9 @@ impl Trainer {
             grad_norm,
             largest_logit,
             tokens,
-            tokens_per_second: done as f64 / time,
+            tokens_per_second: recent_tokens as f64 / recent_seconds,
             seconds: self.progress.seconds,
-            time_left: (self.config.updates > 0).then(|| left.max(0) as f64 * time / self.pace.len() as f64),
+            time_left: (self.config.updates > 0).then_some(time_left),
             layers: layers.map(PendingLayers::read).transpose()?,
             statistics,
         };
@@ -535,13 +544,14 @@ impl Trainer {
         if !score.loss.is_finite() {
             return Err(self.diverged("validation loss", self.progress.update, score.loss));
         }
+        // A higher number is better.
         let criterion = match (self.config.criterion, bleu) {
             (Criterion::Bleu, Some(bleu)) => bleu,
             _ => -score.loss,
         };
         // The schedules val-decay and no-warmup use BLEU if it is measured (docs/spec.md §4.10).
         self.schedule.evaluated(self.progress.update, bleu.unwrap_or(-score.loss));
-        let best = self.progress.best.is_none_or(|b| criterion > b);
+        let best = self.progress.best.is_none_or(|best_so_far| criterion > best_so_far);
         self.progress.evaluations += 1;
         self.progress.since_best = if best { 0 } else { self.progress.since_best + 1 };
         if best {
@@ -580,6 +590,7 @@ impl Trainer {
         let cursor = self.progress.cursor;
         Evaluation {
             update: self.progress.update,
+            // The cursor's index is 0 when an epoch has just ended; then the latest update still belongs to that epoch.
             epoch: if cursor.index == 0 { cursor.epoch } else { cursor.epoch + 1 },
             loss: score.loss,
             nll: score.nll,
@@ -603,8 +614,8 @@ impl Trainer {
         evaluate_bleu(model, &self.validation, &self.vocabulary, mask, &search, kind, check_interrupt).map(Some)
     }
 
-    /// Saves a checkpoint of the current state, which becomes the last one, and the best one if `best`. `is_pause`
-    /// marks a checkpoint that is saved only because the user wants to stop.
+    /// Saves a checkpoint of the current state, which becomes the last one, and the best one if `best` is true.
+    /// `is_pause` marks a checkpoint that is saved only because the user wants to stop.
     fn save(&mut self, best: bool, is_pause: bool, observer: &mut dyn Observer) -> Result<()> {
         self.progress.is_pause = is_pause;
         self.progress.schedule = Some(self.schedule.memory.clone());
@@ -615,8 +626,8 @@ impl Trainer {
         self.group.agree(reported, self.device)
     }
 
-    /// Writes a checkpoint. Then removes the one from which this run was resumed, if that was saved only because the
-    /// user had stopped the run.
+    /// Writes a checkpoint, which becomes the best one if `best` is true. Then removes the one from which this run was
+    /// resumed, if that was saved only because the user had stopped the run.
     fn write(&mut self, best: bool) -> Result<()> {
         let not_written = |e: serde_json::Error| Error::invalid(format!("the state cannot be written: {e}"));
         let checkpoint = Checkpoint {
@@ -658,6 +669,7 @@ impl Trainer {
     /// Returns the event before the first update.
     fn started(&self) -> Started {
         let vocabulary = self.vocabulary.len();
+        // The number of entries in the target vocabulary.
         let allowed = |mask: &Tensor| mask.f_sum(Kind::Int64).and_then(|n| n.f_int64_value(&[])).unwrap_or(0) as usize;
         Started {
             parameters: self.train_step.model.parameters.numel(),
