@@ -124,8 +124,8 @@ impl ExtraArgs {
     }
 }
 
-/// Reads a norm's own arguments from a call: ε and the views of a curve's numbers. A norm has one or the other; an ε
-/// that it lacks is 0, and numbers are absent.
+/// Reads a norm's own arguments from a call: ε and the views of a curve's numbers. A missing ε is 0, and missing numbers
+/// are absent views.
 pub(super) fn extra(given: &[Value]) -> (f64, [View; NUMBERS]) {
     match given {
         // ε is the only number without a view; a curve's numbers are tensors.
