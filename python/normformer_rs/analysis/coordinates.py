@@ -175,8 +175,8 @@ def coordinate_check(
 
 
 def _sized(config: TransformerConfig, over: str, value: int) -> TransformerConfig:
-    """Returns the configuration with another width or depth, and without dropout. Errors: InputError for a width that
-    does not fit."""
+    """Returns the configuration without dropout, and with the size `value` of what `over` names: "width" or "depth".
+    Errors: InputError for a width that does not fit."""
     rates = dict.fromkeys(("dropout", "embedding_dropout", "attention_dropout", "activation_dropout"), 0.0)
     if config.attention == "tensorized":  # this kind of attention has no dropout
         del rates["attention_dropout"]
@@ -215,6 +215,7 @@ def _of_blocks(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], NDA
     blocks = last_stack(model)
 
     def sizes() -> NDArray[np.float64]:
+        """Runs the loss once, and returns the seven sizes of its last pass through the blocks."""
         # In the order of the last pass: the size of the first block's input, and that of each block's output.
         block_sizes: list[float] = []
         logits = [0.0]  # one number, in a list that the hook `ended` can write to

@@ -77,6 +77,7 @@ def observe(
     if not isinstance(model, Transformer):
         raise InputError(f"model must be a normformer_rs.Transformer; got a {type(model).__name__}")
     names, tensors, precision = model._tensors()
+    # The seed of the dropout masks; in evaluation there are none.
     seed = model._draw(tensors[0].device) if model.training else None
     arguments = model._options, names, tensors, source, target_input, seed, precision
     by_stack = _core.observe(*arguments, None if loss is None else _number(loss))

@@ -89,6 +89,7 @@ class Readings(list[Reading]):
         return largest
 
     def _repr_html_(self) -> str:
+        """Returns a table in HTML: a line for each role and measure, and a column for each layer."""
         rows = sorted({(reading.role, reading.measure) for reading in self if reading.layer is not None})
         depth = 1 + max((reading.layer for reading in self if reading.layer is not None), default=-1)
         lines = []
@@ -179,6 +180,7 @@ class Probe:
             before = self.model._heard  # the listener of a probe around this one, or None
 
             def heard(event: str, name: str, first_row: int, tensors: list[Tensor]) -> None:
+                """Passes an event of the pass on to the probe around this one, and measures it."""
                 if before is not None:
                     before(event, name, first_row, tensors)
                 self._hear(event, name, first_row, tensors)
@@ -392,6 +394,7 @@ def probe(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = N
     watch, run = Probe(model, batch), caller(model, batch)
     if run is None:
         raise InputError(f"probe needs a batch for a {type(model).__name__}, whose configuration names no input")
+    # Gradients that the parameters have already are put back at the end.
     gradients = {name: p.grad for name, p in model.named_parameters()}
     try:
         for p in model.parameters():
@@ -430,11 +433,14 @@ def _shares_of_loop(model: Transformer) -> dict[str, list[_Share]]:
         module, _, leaf = name.rpartition(".")
         if leaf == "in_proj_weight":  # its rows are those of queries, keys and values, in this order
             rows = len(parameter)
+            # Tensorized attention has equal thirds. Otherwise grouped keys and values may have fewer rows than queries.
             queries = rows // 3 if model.config.attention == "tensorized" else model.config.d_model
             sizes = [queries, (rows - queries) // 2, (rows - queries) // 2]
-            shares[name] = [_Share(role, -2, part) for role, part in zip("qkv", torch.arange(rows).split(sizes))]
+            shares[name] = [
+                _Share(role, axis=-2, rows=part) for role, part in zip("qkv", torch.arange(rows).split(sizes))
+            ]
         elif leaf == "weight" and (role := _ROLES_OF_LOOP.get(module.rpartition(".")[2])):
-            shares[name] = [_Share(role, -2, torch.arange(len(parameter)))]
+            shares[name] = [_Share(role, axis=-2, rows=torch.arange(len(parameter)))]
     return shares
 
 
