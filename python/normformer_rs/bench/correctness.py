@@ -33,7 +33,8 @@ def losses(figures: Figures, device: str) -> None:
     for precision, allowed in ALLOWED.items():
         what = f"ten losses as on the CPU, {precision}"
         with figures.attempt("losses", what):
-            on_device, on_cpu = (history(TINY, d, 10, precision, FEW).loss for d in (device, "cpu"))
+            runs = (history(TINY, d, updates=10, precision=precision, count=FEW) for d in (device, "cpu"))
+            on_device, on_cpu = (run.loss for run in runs)
             difference = float(np.abs(on_device - on_cpu).max())
             figures.add("losses", what, difference, "largest difference", allowed, most=True)
 

@@ -66,7 +66,7 @@ class Figures:
 
     def forget_unmeasured(self, section: str) -> None:
         """Removes the section's rows that read "unmeasured", before the section is measured again."""
-        kept = [r for r in self.rows() if r["section"] != section or not r["value"].startswith("unmeasured")]
+        kept = [row for row in self.rows() if row["section"] != section or not row["value"].startswith("unmeasured")]
         self._write({(row["section"], row["what"]): row for row in kept})
 
     def _write(self, rows: dict[tuple[str, str], Row]) -> None:

@@ -38,7 +38,7 @@ def seconds(run: Callable[[], object], device: str, repeats: int = REPEATS) -> f
             run()
             times.append(time.perf_counter() - start)
         return statistics.median(times)
-    awaken(device, 0.1)  # the GPU may have lowered its clock rate during the compilation
+    awaken(device, duration=0.1)  # the GPU may have lowered its clock rate during the compilation
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for before, after in events:
         before.record()
@@ -139,6 +139,7 @@ def norms(x: Tensor) -> Iterator[Norm]:
     yield "F.rms_norm", lambda: F.rms_norm(x, (width,), own_weight, EPS), [x, own_weight]
 
     def liger() -> Tensor:
+        """Returns Liger's RMSNorm of x. The import is here, so that a missing Liger leaves only this norm out."""
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # type: ignore[import-not-found]
 
         # The last arguments are an offset of the weight, the mode of casts, and whether dy may be overwritten.
@@ -158,10 +159,12 @@ def residual(x: Tensor, p: float, device: str) -> float:
     gradients = (torch.randn_like(x), torch.randn_like(x))
 
     def unfused() -> None:
+        """Runs dropout, addition and layer norm one by one, forward and backward."""
         x_plus = x + F.dropout(f, p)
         torch.autograd.grad((x_plus, F.layer_norm(x_plus, x.shape[-1:], weight, bias)), inputs, gradients)
 
     def fused() -> None:
+        """Runs the fused residual step, forward and backward."""
         # None stands for a factor of 1 on x and on f. The last argument is the number of the dropout site.
         x_plus, y, _ = OPS.layer_norm_residual(x, f, None, None, weight, bias, EPS, p, seed, 0)
         torch.autograd.grad((x_plus, y), inputs, gradients)

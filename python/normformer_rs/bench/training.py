@@ -74,7 +74,8 @@ def corpus(count: int) -> Iterator[DataConfig]:
         for part, chosen in (("train", sentences(count)), ("valid", held_out)):
             for side, step in (("source", 1), ("target", -1)):
                 path = Path(folder) / f"{part}.{side}"
-                path.write_text("".join(" ".join(f"w{word}" for word in s[::step]) + "\n" for s in chosen))
+                lines = (" ".join(f"w{word}" for word in sentence[::step]) for sentence in chosen)
+                path.write_text("".join(line + "\n" for line in lines))
                 files[f"{part}_{side}"] = str(path)
         yield DataConfig(**files, no_bpe=True)
 
@@ -145,8 +146,8 @@ def compare(figures: Figures) -> None:
             figures.add("training", what, "unmeasured: a rate is missing", "")
 
     ratio("CUDA graphs against none", [UNRECORDED])
-    ratio("against eager", [EAGER], 2.0)
-    ratio("against the better compiled form", COMPILED, 1.2)
+    ratio("against eager", [EAGER], bar=2.0)
+    ratio("against the better compiled form", COMPILED, bar=1.2)
 
 
 class Reference(nn.Module):
