@@ -22,6 +22,7 @@ def parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs fairseq`."""
 
     def add(parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of the command to its parser."""
         parser.add_argument("command", metavar="COMMAND", help=f"One of {', '.join(COMMANDS)}.")
         rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="The arguments of fairseq-COMMAND.")
         rest.required = False
@@ -83,6 +84,7 @@ def check(command: str, arguments: Sequence[str]) -> None:
     known = COMMANDS[command]
 
     def is_given(option: str) -> bool:
+        """Returns True if an argument is the option, alone or joined with its value."""
         joined = option + "=" if option.startswith("--") else option  # such as --arch=NAME, or -sde for -s de
         return any(argument == option or argument.startswith(joined) for argument in arguments)
 
@@ -101,6 +103,7 @@ def user_dir_parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs fairseq-user-dir`."""
 
     def run(_: argparse.Namespace) -> None:
+        """Prints the path of the plug-in's folder."""
         text.check_writable(text.STANDARD)
         print(Path(__file__).parents[1] / "fairseq_plugin")
 

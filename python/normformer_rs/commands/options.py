@@ -50,6 +50,7 @@ class _Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=28)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
+        """Returns an option as help shows it. argparse would show both forms of a switch, --NAME and --no-NAME."""
         if isinstance(action, argparse.BooleanOptionalAction):
             return "--[no-]" + action.option_strings[0].removeprefix("--")
         return super()._format_action_invocation(action)
@@ -65,6 +66,7 @@ class _Formatter(argparse.HelpFormatter):
         return "\n".join(indent + line for line in wrapped_lines)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
+        """Wraps an option's help text, without breaks at hyphens."""
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
@@ -135,6 +137,7 @@ class Parser(argparse.ArgumentParser):
         (file or sys.stderr).write(message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raises UsageError for a value that is none of the option's choices, with the closest choice."""
         if action.choices is not None and value not in action.choices:
             self.error(unknown(str(action.metavar).lower(), value, action.choices))
 

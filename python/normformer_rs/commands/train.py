@@ -30,6 +30,7 @@ def parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs train`."""
 
     def add(parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of the command to its parser."""
         parser.usage = "%(prog)s --output DIR [OPTION …]"
         kinds = (DataConfig, TransformerConfig, TrainingConfig)
         # There is no flag for vocab_size, because the vocabulary's size follows from the data.
@@ -159,6 +160,7 @@ def demo_parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs demo`."""
 
     def add(parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of the command to its parser."""
         parser.add_argument("--output", metavar="DIR", default="runs/demo", help="Default: runs/demo.")
         parser.add_argument("--updates", metavar="N", type=int, help=f"Default: {demo.TRAINING['updates']}.")
         parser.add_argument("--no-progress", action="store_true", help="No progress bar.")

@@ -16,6 +16,7 @@ def parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs translate`."""
 
     def add(parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of the command to its parser."""
         add_model(parser, required=True)
         source = parser.add_mutually_exclusive_group()
         source.add_argument("--input", metavar="FILE", default=text.STANDARD, help="Source text; -: standard input.")
