@@ -51,6 +51,7 @@ class SelfLayer(TransformerEncoderLayer):
         streams and kept tensors. If `others` is given, the result is (output, others for the next layer)."""
 
         def attend(q: Tensor, kept: KeptTensors) -> Tensor:
+            """Returns self-attention for the input q. `kept` collects tensors for later layers."""
             return self.self_attn(q, own, kept)
 
         return self._run(x, [attend], own.pad_mask, **travelling)
@@ -268,7 +269,8 @@ class Decoder(_Side, TransformerDecoderBase):
         alignment_heads: int | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """Returns the features (B, T, d), and a dictionary whose `attn` holds, in evaluation, the attention weights of
-        one layer to the source, (B, T, S). That layer is `alignment_layer`, by default the last."""
+        one layer to the source, (B, T, S): the mean over the first `alignment_heads` heads. That layer is
+        `alignment_layer`, by default the last. With `full_context_alignment` self-attention is not causal."""
         memory = encoder_out["encoder_out"][0].transpose(0, 1) if encoder_out is not None else None  # (B, S, d)
         padding = encoder_out["encoder_padding_mask"][0] if encoder_out is not None else None  # (B, S)
         watched = len(self.layers) - 1 if alignment_layer is None else alignment_layer
@@ -282,7 +284,7 @@ class Decoder(_Side, TransformerDecoderBase):
         own = Packed(rows, causal=not full_context_alignment)
         x = self.embed(tokens, positions, rows.pad_mask)
         if memory is None or padding is None:
-            return rows.unpack(self.run(x, lambda _: (own,))), _attention_output(None, None)
+            return rows.unpack(self.run(x, lambda _: (own,))), _attention_output(weights=None, heads=None)
         memory_rows = Rows.of(padding)
         cross = Packed(rows, memory=memory_rows.pack(memory), memory_rows=memory_rows)
         recording = Watched(cross)  # attends as `cross` does, and keeps the weights
@@ -322,6 +324,7 @@ class Decoder(_Side, TransformerDecoderBase):
         recorded: list[Step] = []
 
         def sights(layer: int) -> tuple[Sight, ...]:
+            """Returns what a layer's newest tokens attend to: the tokens so far, then the encoder's output."""
             own = Step(cache, f"{layer}.own.", padding, pad_mask=padding[:, 0])
             if memory is None or memory_padding is None:
                 return (own,)

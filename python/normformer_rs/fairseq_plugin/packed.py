@@ -86,7 +86,8 @@ class Sight(Protocol):
         """A mask (N,) that is True for rows of padding; None if padding has no rows."""
 
     def attend(self, attention: "RowAttention", query: Tensor, kept: KeptTensors) -> Tensor:
-        """Returns the joined outputs of all heads, (N, d), for the queries' input (N, d)."""
+        """Returns the joined outputs of all heads, (N, d), for the queries' input (N, d). `kept` collects tensors that
+        the residual scheme keeps for later layers."""
 
 
 class RowAttention(MultiheadAttention):
@@ -168,7 +169,7 @@ class Packed:
 class Watched:
     """Attention to the encoder's output that also records the attention weights."""
 
-    at: Packed
+    cross: Packed
     """The attention whose weights are recorded."""
     pad_mask: None = None
     weights: Tensor | None = None
@@ -176,11 +177,11 @@ class Watched:
 
     def attend(self, attention: RowAttention, query: Tensor, kept: KeptTensors) -> Tensor:
         """As `Sight.attend`; the weights are computed a second time, because the kernel does not return them."""
-        rows, memory, keys = self.at.rows, self.at.memory, self.at.memory_rows
+        rows, memory, keys = self.cross.rows, self.cross.memory, self.cross.memory_rows
         assert memory is not None and keys is not None
         (q,), (k,) = attention.project(query, "q", kept), attention.project(memory, "k", kept)
         self.weights = weigh(attention, rows.unpack(q), keys.unpack(k), keys.padding())
-        return self.at.attend(attention, query, kept)
+        return self.cross.attend(attention, query, kept)
 
 
 def weigh(attention: RowAttention, q: Tensor, k: Tensor, padding: Tensor) -> Tensor:

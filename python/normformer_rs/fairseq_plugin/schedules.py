@@ -137,6 +137,7 @@ class ValDecay(_Schedule):
         return {"best": self.best, "memory": self.schedule.memory}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads a checkpoint's state. Errors: InputError for the state of another schedule."""
         if "memory" not in state:
             raise InputError("the checkpoint was trained with another --lr-scheduler: give --reset-lr-scheduler")
         super().load_state_dict(state)
