@@ -257,11 +257,15 @@ def _statmt(folder: str, target: str, parts: tuple[str, ...], test: str, every: 
     `every`."""
 
     def make(raw: Raw, into: Path, workers: int) -> None:
+        """Makes the corpus from the files `raw`, in the folder `into`."""
+
         def training_lines(language: str) -> Iterator[str]:
+            """Yields the lines of all training files of a language."""
             for part in parts:
                 yield from raw.lines(f"{part}.{language}")
 
         def test_lines(language: str) -> Iterator[str]:
+            """Yields the sentences of the test set in a language. English is the source."""
             side = "src" if language == "en" else "ref"
             return moses.segments(raw.lines(f"{test}-{side}.{language}.sgm"))
 
@@ -369,6 +373,7 @@ def _copied(corpus: str) -> Make:
     """Returns a function that copies the files of a corpus, which have the same names in the release."""
 
     def make(raw: Raw, folder: Path, _: int) -> None:
+        """Copies the files. A file of the release is found by its name, in any sub-folder."""
         for path in CORPORA[corpus].files.values():
             _write(folder / path, raw.lines(Path(path).name))
 
@@ -447,14 +452,14 @@ RELEASES: dict[str, Release] = {
          "training-parallel-nc-v9.tgz (about 0.1 GB), https://www.statmt.org/wmt14/translation-task.html",
          "training-giga-fren.tar (2.6 GB), https://www.statmt.org/wmt10/", _TESTS),
         _statmt_files("fr", _WMT14_FR, "newstest2014-fren"), ("wmt14-fr",),
-        _statmt("wmt14_en_fr", "fr", _WMT14_FR, "newstest2014-fren", 1333),
+        _statmt("wmt14_en_fr", "fr", _WMT14_FR, "newstest2014-fren", every=1333),
     ),
     "wmt17": Release(
         "WMT'17 en→de",
         (_EUROPARL, _COMMONCRAWL,
          "training-parallel-nc-v12.tgz (about 0.1 GB), https://www.statmt.org/wmt17/translation-task.html", _TESTS),
         _statmt_files("de", _WMT17, "newstest2014-deen"), ("wmt17",),
-        _statmt("wmt17_en_de", "de", _WMT17, "newstest2014-deen", 100),
+        _statmt("wmt17_en_de", "de", _WMT17, "newstest2014-deen", every=100),
     ),
     "ptb": Release(
         "Penn Treebank, Mikolov's",

@@ -293,10 +293,10 @@ def section(entry: Reproduction, scale: str, results: Results, file: Path) -> st
     chosen = entry.scales[scale]
     dates = sorted({line["date"] for line in results.rows if line.get("date")})
     lacking = sum(results.find(row) is None for row in results.wanted)
-    left = f"; {lacking} of {len(results.wanted)} runs have not been made" if lacking else ""
-    left += f", {results.stale} of them only with other options" if results.stale else ""
+    not_made = f"; {lacking} of {len(results.wanted)} runs have not been made" if lacking else ""
+    not_made += f", {results.stale} of them only with other options" if results.stale else ""
     when = f"; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}" if dates else ""
-    recipe = f"{chosen.about}{_seeds(results)}{when}{left} (`{results.path('.csv').name}`)."
+    recipe = f"{chosen.about}{_seeds(results)}{when}{not_made} (`{results.path('.csv').name}`)."
     about = f"`normformer-rs reproduce {entry.name} --scale {scale}`: {recipe}"
     parts = [begin, "", *textwrap.wrap(about, WIDTH, break_long_words=False, break_on_hyphens=False), ""]
     parts.append(markdown(*table(results, chosen.shown)))
@@ -324,8 +324,8 @@ def write_section(file: Path, entry: Reproduction, scale: str, results: Results)
     if (begin in whole) != (end in whole) or whole.find(end) < whole.find(begin):
         raise InputError(f"{file}: expected the line {begin} and, after it, {end}; one is missing: write both, or none")
     if begin in whole:
-        head, rest = whole.split(begin, 1)
-        whole = head + new_section + rest.split(end, 1)[1]
+        before, after_begin = whole.split(begin, 1)
+        whole = before + new_section + after_begin.split(end, 1)[1]
     else:
         whole = f"{whole.rstrip()}\n\n## {entry.title}\n\n{new_section}\n"
     text.write_lines(str(file), whole.removesuffix("\n").split("\n"))
