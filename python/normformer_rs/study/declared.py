@@ -244,7 +244,7 @@ class Study:
     def reproduction(self) -> Reproduction:
         """The study in the form of a reproduction, so that the tables and files of `reproduce` can be used for it."""
         measures = ("first", *(["bleu"] if self.metric == "bleu" else []))
-        rows = tuple(self.row(cell, lr, 1) for cell in self.cells for lr in self.lr)
+        rows = tuple(self.row(cell, lr, seed=1) for cell in self.cells for lr in self.lr)
         scored = "test" if isinstance(self.text, str) or "test_target" in self.text else "valid"
         scale = Scale(self.question, rows, Shown(measures=measures), checkpoint="last", scored=scored, seeds=self.seeds)
         return Reproduction("study", self.title, source="ours", claim=self.question, scales={"rows": scale})
