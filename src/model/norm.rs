@@ -35,6 +35,7 @@ pub enum StepNorm<'a> {
 impl Deref for StepNorm<'_> {
     type Target = BoundRowNorm;
 
+    /// Returns the norm, borrowed or owned.
     fn deref(&self) -> &BoundRowNorm {
         match self {
             StepNorm::Borrowed(norm) => norm,
@@ -131,7 +132,7 @@ impl NormParameters {
 /// Declares the parameters of a norm and builds the norm in the form that its specification and its options choose.
 /// `context` is the norm's place in the model: its width and the options' values.
 pub fn build(spec: &Spec, b: &mut Builder, context: &NormContext) -> Result<Box<dyn Norm>> {
-    let given = spec.at(context);
+    let given = spec.at(context); // the values of the norm's own options at this place
     let mut affine = NormParameters { inside: Vec::new(), weight: None, bias: None };
     for parameter in spec.parameters {
         let built = parameter_of(parameter, &given, b, context)?;
@@ -146,13 +147,13 @@ pub fn build(spec: &Spec, b: &mut Builder, context: &NormContext) -> Result<Box<
         // PyTorch's operations compute x̂, or in the second form all of y, weight and bias included.
         Form::Composed(x_hat) => Box::new(BuiltComposedNorm { x_hat, affine, given }),
         Form::Whole(y) => Box::new(BuiltWholeNorm { y, parameters: affine.in_order(spec), given }),
-        // Kernels read the parameters themselves. If these must be transformed first, each call does that.
+        // Kernels read the parameters p themselves. If they need factor·(offset + p), each call computes it first.
         Form::Rows(kernels) if affine.is_plain() => Box::new(affine.bind(RowNormOp::of(kernels), eps)?),
         Form::Rows(kernels) => Box::new(TransformedRowNorm { operator: RowNormOp::of(kernels), affine, eps }),
         // The package has an operator for this norm alone.
         Form::Operator(own) => Box::new(BuiltCompositeNorm { own, affine, given, eps }),
         Form::Columns(kernels) => {
-            // The clock t is `None`: only norms that fade have one, and these are blended.
+            // Only norms that fade have a clock, and those have the form `Blended`. So there is no clock here.
             let (norm, _clock) = running::build(spec, kernels, affine, b, context, &given)?;
             Box::new(norm)
         }
@@ -163,8 +164,9 @@ pub fn build(spec: &Spec, b: &mut Builder, context: &NormContext) -> Result<Box<
     })
 }
 
-/// Declares one parameter; returns `None` if the options leave the parameter out. With `elementwise_affine` off, an
-/// affine parameter becomes a constant, or `None` if the constant would not change the norm.
+/// Declares one parameter; returns `None` if the options leave the parameter out. `given` holds the norm's arguments.
+/// With `elementwise_affine` off, an affine parameter becomes a constant, or `None` if the constant would not change
+/// the norm.
 fn parameter_of(
     parameter: &Parameter,
     given: &NormArgs,
@@ -184,8 +186,10 @@ fn parameter_of(
     }
     // All parameters are learned, except affine ones with `elementwise_affine` off.
     if !parameter.is_affine() || given.value("elementwise_affine").is_none_or(|flag| flag == true) {
+        // A gain's usual initial value is multiplied by the factor that the scheme sets at this place.
+        let start_factor = if parameter.is_gain { context.start } else { 1.0 };
         let fill = match numbers.std {
-            0.0 => Fill::Constant(numbers.first(if parameter.is_gain { context.start } else { 1.0 })),
+            0.0 => Fill::Constant(numbers.first(start_factor)),
             std => Fill::Normal { std },
         };
         let p = b.own(parameter.name, &parameter.shape.of(given), &fill, parameter.sums_over)?;

@@ -38,7 +38,8 @@ pub enum PreparedWeight {
 impl PreparedWeights {
     /// Computes y = xWᵀ + b in the computing type `kind`. The first call with a weight prepares it, with its bias.
     pub fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Tensor> {
-        // A weight without memory has no address that could be the key, so nothing is kept.
+        // A weight without memory of its own, such as a fake tensor, has no address that could be the key. So nothing
+        // is kept.
         if !has_memory(weight) {
             return PreparedWeight::new(weight, bias, kind)?.linear(x, kind);
         }

@@ -72,12 +72,13 @@ impl Ranges {
     }
 
     /// Returns the largest q·k of each head, (heads), over all pairs of a query and a key that it attends to; −∞ if
-    /// there are none.
+    /// there are none. `qk` holds the queries and the keys as packed rows, (rows, d).
     pub fn largest_product(&self, qk: [&Tensor; 2], heads: i64, causal: bool) -> Result<Tensor> {
         let kind = accumulation(qk[0].kind());
         let mut largest = Tensor::f_full([heads].as_slice(), f64::NEG_INFINITY, (kind, qk[0].device()))?;
         self.each_product(qk, heads, causal, |products, seen| {
             let products = products.f_masked_fill(&seen.f_logical_not()?, f64::NEG_INFINITY)?;
+            // Products are (…, heads, queries, keys), so this is the largest per sentence and head.
             let by_sentence = products.f_amax([-2i64, -1].as_slice(), false)?.f_reshape([-1, heads].as_slice())?;
             largest = largest.f_maximum(&by_sentence.f_amax([0i64].as_slice(), false)?)?;
             Ok(())
@@ -95,7 +96,7 @@ impl Ranges {
         causal: bool,
         mut visit: impl FnMut(Tensor, Tensor) -> Result<()>,
     ) -> Result<()> {
-        // Splits rows into heads, (…, heads, rows, d_head).
+        // Splits rows into heads, (…, heads, rows, d_head), in f32 or f64 and without gradients.
         let split = |t: &Tensor| -> Result<Tensor> {
             let t = if t.kind() == Kind::Double { t.f_detach()? } else { t.f_detach()?.f_to_kind(Kind::Float)? };
             Ok(t.f_unflatten(-1, [heads, -1].as_slice())?.f_transpose(-3, -2)?)
@@ -103,7 +104,7 @@ impl Ranges {
         let table = match self {
             Ranges::Packed(table) => table,
             Ranges::Padded(padded) => {
-                let [q, k, _] = padded.side_by_side([q, k, k])?;
+                let [q, k, _] = padded.side_by_side([q, k, k])?; // it takes values too, which are not needed here
                 return visit(split(&q)?.f_matmul(&split(&k)?.f_transpose(-2, -1)?)?, padded.seen(causal)?);
             }
         };
@@ -283,23 +284,25 @@ impl Padded {
         }
         let [q_rows, k_rows] = shapes.map_or(row_counts, |(q, k)| [q.rows, k.rows]);
         let is_square = ranges.iter().all(|r| r[Q_LEN] == r[K_LEN]);
-        if let Some((queries, _)) = shapes {
+        if let Some((query_shape, _)) = shapes {
             // The sentences that fill up the batch attend to one key, because a softmax over no keys is NaN. They
             // begin where real sentences begin, so that their padding copies rows that exist.
             let spare_range = |s: usize| {
                 let [q_start, _, k_start, _] = ranges[s % ranges.len()];
                 [q_start, 0, k_start, 1]
             };
-            let spare: Vec<_> = (ranges.len()..queries.sentences as usize).map(spare_range).collect();
+            let spare: Vec<_> = (ranges.len()..query_shape.sentences as usize).map(spare_range).collect();
             ranges.extend(spare);
         }
+        // Returns, for each sentence and each place up to `longest`, whether the place holds a real row. `column` is
+        // that of the lengths in a range.
         let is_real = |longest: i64, column: usize| -> Result<Tensor> {
             let real: Vec<bool> = ranges.iter().flat_map(|r| (0..longest).map(move |i| i < r[column])).collect();
             Ok(Tensor::f_from_slice(&real)?)
         };
         let sentences = ranges.len() as i64;
         let queries: Vec<_> = ranges.iter().map(|&[q_start, q_len, ..]| [q_start, q_len]).collect();
-        // Keys to which no query attends get no gradient, so they have no place.
+        // Keys to which no query attends get no gradient, so they need no place.
         let read_keys = |&[_, q_len, k_start, k_len]: &[i64; 4]| [k_start, if q_len > 0 { k_len } else { 0 }];
         let keys: Vec<_> = ranges.iter().map(read_keys).collect();
         Ok(Some(Padded {
@@ -330,9 +333,10 @@ impl Padded {
         Ok((!self.is_square).then(absent).transpose()?)
     }
 
-    /// Undoes [`side_by_side`](Self::side_by_side) for queries: copies (n·q_len, …) back to packed rows.
-    pub fn pack(&self, filled: &Tensor) -> Result<Tensor> {
-        gather(filled, &self.queries.places, &self.queries.rows, &self.gaps)
+    /// Undoes [`side_by_side`](Self::side_by_side) for queries: copies padded rows, (n·q_len, …), back to packed rows.
+    pub fn pack(&self, padded_rows: &Tensor) -> Result<Tensor> {
+        // Each packed row comes from its place. Places at padding, `gaps`, are left out.
+        gather(padded_rows, &self.queries.places, &self.queries.rows, &self.gaps)
     }
 
     /// Computes drop(softmax(scale·QKᵀ))V per sentence and head. Inputs and result are packed rows (rows, d).
@@ -347,6 +351,7 @@ impl Padded {
         extras: &Extras,
         dropout: Option<(f64, &Tensor, i64)>,
     ) -> Result<Tensor> {
+        // Splits rows into heads: (n, heads, len, d_head).
         let split = |t: &Tensor| t.f_unflatten(-1, [heads, -1].as_slice())?.f_transpose(1, 2);
         let [q, k, v] = self.side_by_side([q, k, v])?;
         let (q, k, v) = (split(&q)?, split(&k)?, split(&v)?);
@@ -372,8 +377,8 @@ impl Padded {
         Ok(seen.f_logical_and(&past)?)
     }
 
-    /// Returns drop(softmax(scale·scores)), (n, heads, q_len, k_len). Dropout is applied to packed rows, so that its
-    /// mask equals that of [`operator::attention`].
+    /// Returns drop(softmax(scale·scores)) for scores (n, heads, q_len, k_len). `dropout` is (p, seed, site). Dropout
+    /// is applied to packed rows, so that its mask equals that of [`operator::attention`].
     fn weights(
         &self,
         scores: &Tensor,
