@@ -15,7 +15,8 @@ option_spec! {
     DYNAMIC ("hyper_connections_dynamic"): bool = true;
 }
 
-/// The initial value of s. It is small, so that at first the streams hardly influence the weights of their mixing.
+/// The initial value of s, the factor of the weights' part that depends on the streams. It is small, so that at first
+/// the streams hardly influence how they are mixed.
 const SCALE: f64 = 0.01;
 
 pub static HYPER_CONNECTIONS: Scheme = Scheme {

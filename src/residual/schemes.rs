@@ -158,7 +158,7 @@ enum Share {
 }
 
 impl Share {
-    /// Returns this share of a stack of `layers` layers, as a number of layers.
+    /// Returns how many layers this share is in a stack of `layers` layers.
     fn of(self, layers: i64) -> i64 {
         match self {
             Share::Layers(count) => count,
@@ -172,7 +172,7 @@ impl Share {
             Some((part, whole)) => Share::Fraction(part.parse().ok()?, whole.parse().ok()?),
             None => Share::Layers(text.parse().ok()?),
         };
-        // Both bounds of 2³¹ keep the product in `of` within an i64.
+        // The bounds of 2³¹ keep `layers * part` within an i64, which [`of`](Self::of) computes.
         let is_sound = match share {
             Share::Layers(count) => (1..1 << 31).contains(&count),
             Share::Fraction(part, whole) => 0 < part && part < whole && whole < 1 << 31,
@@ -349,6 +349,7 @@ impl Schemes {
     /// schemes were parsed.
     pub fn check(&self, residual: &str, model: &ModelShape) -> Result<()> {
         let stacks = [("encoder_layers", model.encoder_layers), ("decoder_layers", model.decoder_layers)];
+        // Without an encoder, the first entry is skipped.
         for (name, layers) in stacks.into_iter().skip(usize::from(!model.has_encoder)) {
             // The last scheme needs a layer of its own if there are others.
             let taken: i64 = self.first.iter().map(|(_, share)| share.of(layers)).sum();
@@ -363,7 +364,8 @@ impl Schemes {
     }
 }
 
-/// Returns the norms on an attention's queries and keys, and the factor by which the results are multiplied.
+/// Returns the norms that the option `qk_norm` adds to an attention's queries and keys, and the factor by which the
+/// results are multiplied. Returns nothing without the option.
 fn qk_norm(place: &LayerContext) -> Vec<(Point, Change)> {
     let Some(how) = place.model.qk_norm else { return Vec::new() };
     let points = match how.after_rotation && place.sublayer == Sublayer::SelfAttention {
