@@ -29,7 +29,7 @@ _RANGES: dict[str, tuple[float, float | None, str]] = {
     "beam": (1, None, ""),
     "n_best": (1, None, ""),
     "max_length": (1, None, ""),
-    # alpha is the exponent of the length penalty. A large one makes the penalty infinite, and every score 0 or infinite.
+    # A large exponent alpha makes the length penalty infinite, and then every score is 0 or infinite.
     "alpha": (-10, 10, ": all scores would be 0 or infinite"),
 }
 """The least and largest values that are checked before the extension module is loaded, and a reason for the error. The

@@ -196,7 +196,7 @@ class Scheme(FromFile):
         return mine.keys() == theirs.keys() and all(_same(mine[k], theirs[k]) for k in mine)
 
     def __hash__(self) -> int:
-        return hash((type(self), *sorted(vars(self))))  # equal values, such as 1 and 1.0, may print differently
+        return hash((type(self), *sorted(vars(self))))  # only names count, because values may have no hash
 
 
 _ABOUT: dict[str, type] = {"name": str, "equation": str, "source": str, "init": str}

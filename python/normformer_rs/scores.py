@@ -137,7 +137,8 @@ class Counts(NamedTuple):
 
 
 def counts(hypotheses: Sequence[str], references: Sequence[str], tokenize: str) -> Counts:
-    """Counts the lines as `score` does. Errors: ImportError without sacrebleu."""
+    """Returns the counts of each line, from which `score_counts` computes what `score` computes from the text. Errors:
+    ImportError without sacrebleu."""
     metrics = require("sacrebleu.metrics", "scoring translations")
     metric = metrics.BLEU(tokenize=tokenize, force=True, references=[list(references)])
     lines = metric._extract_corpus_statistics(list(hypotheses), None)

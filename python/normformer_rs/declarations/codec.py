@@ -48,6 +48,7 @@ class Owner(NamedTuple):
         if isinstance(part, NormAt):
             width = self.width if part.width is None else part.width
             return NormAt(name + self.number, width, part.start)
+        # Sublayers share a parameter by its name, which then has no number, so `shared` itself need not be written.
         name += "" if part.shared else self.number
         shape = part.shape if isinstance(part.shape, list | tuple) else [part.shape]
         # An array becomes a list. Its shape is not empty, unlike that of a single number of numpy.
@@ -106,6 +107,7 @@ def _optional(codec: _Codec) -> _Codec:
     """Returns the codec of `X | None`, where `codec` is X's."""
 
     def write(value: Any, owner: Owner, what: str) -> Any:
+        """Returns the value as JSON. `what` names it in messages."""
         return None if value is None else codec.write(value, owner, what)
 
     return _Codec(write, lambda stored: None if stored is None else codec.read(stored))
@@ -115,6 +117,7 @@ def _list(codec: _Codec) -> _Codec:
     """Returns the codec of a list of values that `codec` writes."""
 
     def write(value: Any, owner: Owner, what: str) -> Any:
+        """Returns the list as JSON. `what` names it in messages."""
         if not isinstance(value, Iterable) or isinstance(value, str):
             raise refusal(what, "a list", value)
         return [codec.write(item, owner, what) for item in value]
@@ -127,6 +130,7 @@ def _one_or_list(codec: _Codec) -> _Codec:
     many = _list(codec)
 
     def write(value: Any, owner: Owner, what: str) -> Any:
+        """Returns the value, or the list of values, as JSON. `what` names it in messages."""
         is_list = isinstance(value, list | tuple) and not hasattr(value, "_fields")  # a named tuple is one X
         return (many if is_list else codec).write(value, owner, what)
 
@@ -140,6 +144,7 @@ def _enum(variants: Mapping[str, Any], expected: str) -> _Codec:
     codecs = {tag: (int | float if kind is float else kind, _codec(kind)) for tag, kind in variants.items()}
 
     def write(value: Any, owner: Owner, what: str) -> Any:
+        """Returns {variant's name: content}. `what` names the value in messages."""
         for tag, (kind, codec) in codecs.items():
             if isinstance(value, kind):
                 return {tag: codec.write(value, owner, what)}
@@ -183,6 +188,7 @@ def _change() -> _Codec:
     codecs = {kind: _codec(content_type) for kind, content_type in KINDS.items()}
 
     def write(value: Any, owner: Owner, what: str) -> Any:
+        """Returns {the change's kind: its content}. `what` names the change in messages."""
         if not isinstance(value, Change):
             raise refusal(what, 'changes, as norm("norm") or keep("x")', value)
         if value.kind not in [*codecs]:  # in a list, because a kind of a wrong type may have no hash
@@ -201,6 +207,7 @@ def _changes() -> _Codec:
     many = _list(_codec(Change))
 
     def write(value: Any, owner: Owner, what: str) -> Any:
+        """Returns a list of changes as JSON. `what` names them in messages."""
         is_list = isinstance(value, Iterable) and not isinstance(value, Change | str)
         return many.write(value if is_list else [value], owner, what)
 
@@ -221,6 +228,7 @@ def _first_values() -> _Codec:
     """Returns the codec of initial values: a number, a list, or {"normal": std}."""
 
     def write(value: Any, _: Owner, what: str) -> Any:
+        """Returns the initial value as JSON. `what` names it in messages."""
         if isinstance(value, Normal):
             return {"normal": number(value.std, what)}
         return [number(item, what) for item in value] if isinstance(value, list | tuple) else number(value, what)
@@ -260,14 +268,15 @@ def _fields(kind: Any) -> _Codec:
 
 
 def _text(value: Any, what: str) -> str:
-    """Checks that a value is a text, and returns it."""
+    """Checks that a value is a text, and returns it. `what`: its name in messages."""
     if not isinstance(value, str):
         raise refusal(what, "a text", value)
     return value
 
 
 def _whole(value: Any, what: str) -> int:
-    """Checks that a value is a whole number, as sizes and counts must be, and returns it."""
+    """Checks that a value is a whole number, as sizes and counts must be, and returns it. `what`: its name in
+    messages."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or abs(int(value)) >= 2**63:
         raise InputError(f"{what} must be a whole number of 64 bits; got {str(value)[:60]!r}")
     return int(value)

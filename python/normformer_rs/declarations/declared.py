@@ -99,22 +99,22 @@ class Curve(NamedTuple):
 
 
 def sigmoid(of: Learned, temperature: float = 1.0) -> Curve:
-    """Returns the gain σ(w/τ) of the parameter w, where τ is the temperature."""
+    """Returns the gain σ(w/τ), where w is the parameter `of`, and τ the temperature."""
     return Curve("sigmoid", of, temperature)
 
 
 def co_sigmoid(of: Learned, temperature: float = 1.0) -> Curve:
-    """Returns the gain √max(1 − σ(w/τ)², 10⁻³) of the parameter w, where τ is the temperature."""
+    """Returns the gain √max(1 − σ(w/τ)², 10⁻³), where w is the parameter `of`, and τ the temperature."""
     return Curve("co_sigmoid", of, temperature)
 
 
 def magnitude(of: Learned, temperature: float = 1.0) -> Curve:
-    """Returns the gain |w/τ| of the parameter w, where τ is the temperature."""
+    """Returns the gain |w/τ|, where w is the parameter `of`, and τ the temperature."""
     return Curve("magnitude", of, temperature)
 
 
 def co_magnitude(of: Learned, temperature: float = 1.0) -> Curve:
-    """Returns the gain 1 − |w/τ| of the parameter w, where τ is the temperature."""
+    """Returns the gain 1 − |w/τ|, where w is the parameter `of`, and τ the temperature."""
     return Curve("co_magnitude", of, temperature)
 
 

@@ -242,8 +242,8 @@ def declared(data: Mapping[str, Any]) -> Norm:
     name, options = data["name"], data.get("options", {})
     for _, classes in reversed(_USED):  # the classes of the innermost `using` block come first
         for cls in classes:
-            if found := _fitting(cls, data):
-                return found
+            if fitting_norm := _fitting(cls, data):
+                return fitting_norm
     if not _known(name):
         raise InputError(
             f"norm {name!r} is a function in Python, which a run does not hold: import the module that declares it, or "
@@ -358,13 +358,13 @@ def _place(cls: type[Norm]) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Returns the names as a list in a message; "nothing" if there are none."""
+    """Returns the names with commas between them; "nothing" if there are none."""
     return ", ".join(names) or "nothing"
 
 
 def _norm_of(declaration: str) -> Norm:
     """Returns the norm that a model's declaration describes: from the class that the model was made with, if that still
-    exists; otherwise as `declared` finds it for a file."""
+    exists; otherwise as `declared` finds it for a file. `declaration`: the norm's JSON, as `options_here` writes it."""
     norm = _FOUND.get(declaration)
     if norm is None:
         data = json.loads(declaration)

@@ -56,7 +56,7 @@ FIXED: dict[str, Any] = {"activation_fn": "relu", "no_scale_embedding": False, "
 FIXED |= {"no_token_positional_embeddings": False}
 """fairseq's flags that the plug-in's architectures support, but the training loop only with these values."""
 SIZES = ("embed_dim", "ffn_embed_dim", "layers", "attention_heads")
-"""The ends of fairseq's flags of a stack's size, such as --encoder-embed-dim and --decoder-embed-dim."""
+"""The sizes of a stack. fairseq has a flag for each size of each stack, such as --encoder-embed-dim."""
 
 
 def complete(flags: Mapping[str, Any]) -> argparse.Namespace:
@@ -362,8 +362,11 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
     dictionary = _dictionary(Path(data or str(task.get("data") or ".").split(":")[0]), task)
     try:
         complete_flags = complete(flags)
-        config = configure(complete_flags, "decoder", 0)  # save_model takes vocab_size from the dictionary
-        encoder_config = config if config.architecture == "decoder-only" else configure(complete_flags, "encoder", 0)
+        vocab_size = 0  # save_model takes the size from the dictionary
+        config = configure(complete_flags, "decoder", vocab_size)
+        encoder_config = config
+        if config.architecture != "decoder-only":
+            encoder_config = configure(complete_flags, "encoder", vocab_size)
     except InputError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -435,7 +438,7 @@ def _dictionary(folder: Path, task: Mapping[str, Any]) -> Path:
 
 
 def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> None:
-    """Writes a run's checkpoint as a .pt of `nfrs_transformer` or `nfrs_transformer_lm`.
+    """Writes a checkpoint of the run in `directory` as a .pt of `nfrs_transformer` or `nfrs_transformer_lm`.
 
     Errors: InputError for options that the plug-in's models do not have, and existing files.
     """

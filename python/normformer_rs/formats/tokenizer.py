@@ -107,7 +107,7 @@ def _merged(codes: str) -> Iterator[dict[str, Any]]:
     yield _replace(rf"(?<=[^ \n]){_AFTER_WORD}", f" {_WORD_END}" if version.endswith("0.1") else _WORD_END)
     for left, right in _passes(merges):
         yield _replace(f"{_AT_START}{re.escape(left)} {re.escape(right)}{_AT_END}", left + right)
-    yield _replace(f" ?{_WORD_END}{_AFTER_WORD}", "")
+    yield _replace(f" ?{_WORD_END}{_AFTER_WORD}", "")  # removes the marks of the words' ends
     yield _replace("(?<! ) (?! )", "@@ ")  # a single space lies within a word
 
 

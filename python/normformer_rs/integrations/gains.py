@@ -70,6 +70,7 @@ class Undecayed:
         self._handles = [
             optimizer.register_step_pre_hook(lambda *_: self._part()),
             optimizer.register_step_post_hook(lambda *_: self._join()),
+            # A state dict that is taken during a step has the trainer's groups, too.
             optimizer.register_state_dict_pre_hook(lambda _: self._join()),
         ]
 

@@ -366,13 +366,13 @@ def _has_matrices(module: nn.Module) -> bool:
 
 def _width(model: nn.Module, given: int | None) -> int:
     """Returns the width as `_find_width` does. Errors: InputError if it is not found."""
-    found = _find_width(model, given)
-    if found is None:
+    width = _find_width(model, given)
+    if width is None:
         raise InputError(
             f"cannot tell the width of {type(model).__name__}: its config has none of {', '.join(_WIDTHS)}, and its "
             "embeddings do not agree on one; give width="
         )
-    return found
+    return width
 
 
 def _find_width(model: nn.Module, given: int | None) -> int | None:

@@ -87,6 +87,7 @@ class Lines:
 
     def __init__(self) -> None:
         self._last = time.monotonic()
+        """The time of the latest line, or of the start."""
 
     def started(self, event: Mapping[str, Any]) -> None: ...
 

@@ -91,6 +91,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def reset_sinks(self) -> None:
         """Initialises the sinks, if there are any, as in gpt-oss: N(0, 0.02²)."""
         if self._parameters.get("sinks") is not None:
+            # "sinks" and the base of rotary positions tell these draws from others that begin at the same state.
             with drawn_apart(self.sinks.device, "sinks", self.rope_theta):
                 write_whole(self.sinks, lambda whole: nn.init.normal_(whole, std=0.02))
 

@@ -118,7 +118,7 @@ class Steered(nn.Module):
         origin.seen = _marks(mine)
 
     def keep_step(self, buffer: Tensor) -> None:
-        """Records that an optimizer step of this module has changed this buffer."""
+        """Records that an optimizer step of this module has changed this buffer, and keeps the buffer's new value."""
         if (origin := self._origin) is None:
             return
         origin.trains()

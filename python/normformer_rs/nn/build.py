@@ -101,10 +101,10 @@ def reset_module(module: nn.Module | None) -> None:
         return
     if isinstance(module, nn.MultiheadAttention):
         module.out_proj.reset_parameters()  # torch.nn's reset of attention leaves out_proj out
-    own: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-    if own is not None:
+    own_reset: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+    if own_reset is not None:
         with whole(module):
-            own()
+            own_reset()
         return
     for child in module.children():
         reset_module(child)

@@ -205,7 +205,7 @@ def needs_stack(declared: SchemeSpec) -> bool:
 
 
 _DEPTH = 8
-"""A depth at which the effects of number and depth are visible."""
+"""The depth of the stack in which layers are compared; it shows the effects of a layer's number and of the depth."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -245,8 +245,8 @@ def _described(place: Place, only: int | None) -> list[Any]:
 
 
 def _sublayer(sublayer: Sublayer, place: Place) -> list[Any]:
-    """Returns a description of the sublayer. `last` alone makes no difference: a decoder's norms are compared as they
-    are built."""
+    """Returns a description of the sublayer, which is equal for sublayers that compute the same. The norms' field
+    `last` is left out, because it changes norms only in a decoder; there the norms are built and compared."""
     norms = [what for what in (*sublayer.around(), *sublayer.within()) if isinstance(what, NormAt)]
     alike = replaced(sublayer, lambda part: part._replace(last=False) if isinstance(part, NormAt) else part)
     # A norm's repr shows the settings that `last` changes.

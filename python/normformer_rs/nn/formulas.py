@@ -252,7 +252,7 @@ def _normed_streams(streams: Tensor, gain: Tensor) -> Tensor:
 
 
 def _read_by_channel(streams: Tensor, normed: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    """Returns the x of `channel_read`; `normed` is vec(Ĥ)."""
+    """Returns the x of `channel_read`; `normed` is vec(Ĥ), `down` is V and `up` is U."""
     n = streams.shape[-2]
     low = F.silu(F.linear(normed, down.to(normed.dtype)) / n)
     shares = torch.sigmoid(F.linear(low, up.to(normed.dtype)))

@@ -144,6 +144,7 @@ class Layer(Growing, Placeable):
     def _set_linear_resets(self) -> None:
         """Gives each linear layer a `reset_parameters` of its own, for code that resets modules one by one."""
         for linear, roles, sublayer in self._linears():
+            # `FirstValues` takes a word for torch.nn's values, and the matrix's roles for those of `init`.
             drawn = ("xavier" if self.is_xavier else "torch") if self.keeps_torchs_values else roles
             vars(linear)["reset_parameters"] = FirstValues(linear, self, drawn, self.place, sublayer)
         if not self.keeps_torchs_values:
@@ -208,7 +209,7 @@ class Layer(Growing, Placeable):
             # The new place does not have these parts of the old one.
             for name in {item.name for item in before} - {item.name for item in items}:
                 delattr(owner, name)
-            missing = [item for item in items if item not in before]
+            missing = [item for item in items if item not in before]  # `part` counts the calls, as in `_install`
             install(owner, missing, place, part, factory=factory, bias=self.has_norm_biases)
         self.grow(None, device)  # the stack holds t, so the layer holds none
         self._set_linear_resets()
@@ -226,7 +227,7 @@ class Layer(Growing, Placeable):
 
     def _review(self) -> None:
         """Decides whether the layer may run outside a stack of this package."""
-        self._refusal = refusal(self.place, self.placed, not self.keeps_torchs_values)
+        self._refusal = refusal(self.place, self.placed, draws=not self.keeps_torchs_values)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -349,6 +350,7 @@ class Layer(Growing, Placeable):
         if mask is None:
             return None
         mask = is_masked(mask)
+        # Without batch_first, x is (T, B, d).
         return mask if mask.dim() == 1 or self.self_attn.batch_first else mask.transpose(0, 1)
 
     def extra_repr(self) -> str:

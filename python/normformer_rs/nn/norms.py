@@ -133,7 +133,7 @@ class BiasedRMSNorm(RMSNorm):
         **rest: Any,
     ) -> None:
         super().__init__(normalized_shape, eps, device=device, dtype=dtype, **rest)
-        if bias:
+        if bias:  # RMSNorm's constructor makes none
             empty = torch.empty(self.normalized_shape, device=device, dtype=dtype)
             self.bias = nn.Parameter(empty)
             self.reset_parameters()

@@ -20,7 +20,7 @@ class ProfilingPass:
 
     def __init__(self) -> None:
         self.deviation: Tensor | None = None
-        """r, (1,); None at the start of a stack, where r is 1."""
+        """r, (1,), the standard deviation of x after the last sublayer; None at the start of a stack, where r is 1."""
         self.gains = 0
         """The number of gains set so far."""
         self.place = (-1, -1)

@@ -22,7 +22,7 @@ def saves_by_hooks() -> bool:
 
 def is_second_run() -> bool:
     """True inside a backward pass, where activation checkpointing runs a forward for the second time."""
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != -1  # -1 stands for no backward pass
 
 
 class _Run(NamedTuple):
@@ -54,7 +54,7 @@ class RecomputedStatistics:
             runs.clear()
             look_ups = torch.zeros(0, device=x.device)
         runs.append(_Run(_sums(x), mask, stats))
-        self._found[x.shape] = torch.cat([look_ups, look_ups.new_zeros(1)])
+        self._found[x.shape] = torch.cat([look_ups, look_ups.new_zeros(1)])  # the new run has no look-ups yet
         self._shapes.append(x.shape)
         if len(self._shapes) > LIMIT:
             oldest = self._shapes.pop(0)

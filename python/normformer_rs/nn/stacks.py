@@ -106,7 +106,7 @@ class Stack(Growing):
         declared = (place := Place(config, stack)).declared
         weight = first.linear1.weight
         factory = {"device": weight.device, "dtype": weight.dtype}
-        for i, layer in enumerate(self.layers.children()):  # fairseq's list skips layers when it is iterated
+        for i, layer in enumerate(self.layers.children()):  # iterating fairseq's list would skip layers
             layer.move(Place(config, stack, i))
         # Without a named scheme, the stack ends as in torch.nn: with the given norm, or with none.
         self._extend(place, declared.end if not first.is_torchs else (), factory, first.has_norm_biases)

@@ -111,6 +111,7 @@ def learned_gains(model: nn.Module) -> dict[str, nn.Parameter]:
     for name, module in model.named_modules():
         # The parts of a normformer_rs.Transformer are of the class nn.Module itself.
         is_container = type(module) is nn.Module
+        # There, the part `combine` stands for a `Sums`.
         is_norm = isinstance(module, _NORMS) or (is_container and name.rpartition(".")[2] == "combine")
         is_scheme = isinstance(module, Growing | MultiheadAttention) or is_container
         for own_name, p in module.named_parameters(recurse=False):
