@@ -21,6 +21,7 @@ class Figures:
     later one, replaces the earlier one."""
 
     def __init__(self, folder: Path, device: str) -> None:
+        """Makes the folder. Ends the program if gpu.csv there holds figures of another device."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.path = folder, folder / "gpu.csv"
         self.on_cuda = device.startswith("cuda")

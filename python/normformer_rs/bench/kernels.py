@@ -87,7 +87,8 @@ def compiled(figures: Figures, device: str, megabytes: int) -> None:
 
 
 def compiled_layer_norm(x: Tensor) -> Norm:
-    """Returns torch's layer norm of x (rows, WIDTH), compiled for this shape."""
+    """Returns torch's layer norm of x (rows, WIDTH), compiled for this shape, with its name and the tensors that get a
+    gradient."""
     x = x.detach().requires_grad_()
     weight, bias = (torch.ones(WIDTH, device=x.device, dtype=x.dtype).requires_grad_() for _ in range(2))
     call = torch.compile(lambda: F.layer_norm(x, (WIDTH,), weight, bias, EPS), dynamic=False)

@@ -72,7 +72,7 @@ def corpus(count: int) -> Iterator[DataConfig]:
     with tempfile.TemporaryDirectory() as folder:
         files: dict[str, Any] = {}
         for part, chosen in (("train", sentences(count)), ("valid", held_out)):
-            for side, step in (("source", 1), ("target", -1)):
+            for side, step in (("source", 1), ("target", -1)):  # a step of −1 reverses a sentence
                 path = Path(folder) / f"{part}.{side}"
                 lines = (" ".join(f"w{word}" for word in sentence[::step]) for sentence in chosen)
                 path.write_text("".join(line + "\n" for line in lines))
