@@ -235,7 +235,7 @@ def read_toml(path: str | Path, known: Iterable[str], trust: bool = False) -> di
         content = tomllib.loads(read_small(path, pipe=True))
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file; expected a TOML file of options") from error
-    except InputError:
+    except InputError:  # this class is a ValueError, which the next clause would catch
         raise
     except (ValueError, RecursionError) as error:  # wrong syntax, or numbers and tables that Python's limits refuse
         raise InputError(f"{path}: not valid TOML: {error}") from error
