@@ -104,7 +104,7 @@ class _Side(Stack):
     output_projection: Any
 
     def build_layer(self, kind: type[Layer], cfg: Any) -> Layer:
-        """Returns a new layer. `settle` sets its place in the stack later."""
+        """Returns a new layer of the class `kind`. `settle` sets its place in the stack later."""
         config = cfg.stacks[self.name]
         # These options are passed below in another form, or not at all.
         passed_below = (*OWN, "positions", "encoder_layers", "decoder_layers")
@@ -180,7 +180,8 @@ class _Side(Stack):
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> dict[str, Tensor]:
         """Replaces fairseq's method, which expects the names of fairseq's own layers; here the model renames them. A
-        shared embedding that an old file stores only once is added under its second name."""
+        shared embedding that an old file stores only once is added under its second name. `name` is the prefix of this
+        side's tensors."""
         assert self.place is not None
         projection, table = f"{name}.output_projection.weight", f"{name}.embed_tokens.weight"
         if self.name == "decoder" and self.place.config.tie_embeddings != "none" and table in state_dict:
@@ -339,8 +340,9 @@ class Decoder(_Side, TransformerDecoderBase):
         return x.unsqueeze(1), _attention_output(recorded[-1].weights if recorded else None, alignment_heads)
 
     def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
-        """Reorders the cached tensors of all beams by `new_order`. Keys and values of the source are the same for all
-        beams of a sentence, so they are reordered only if the number of beams changes."""
+        """Reorders the cached tensors of all beams by `new_order`. Names with ".own." belong to keys and values of the
+        target. Those of the source are the same for all beams of a sentence, so they are reordered only if the number
+        of beams changes."""
         cache = self.get_incremental_state(incremental_state, "kept") or {}
         for name, tensor in cache.items():
             if ".own." in name or len(tensor) != len(new_order):
@@ -350,7 +352,7 @@ class Decoder(_Side, TransformerDecoderBase):
         """Returns the logits (B, T, V) for features (B, T, d)."""
         assert self.place is not None
         config, projection = self.place.config, self.output_projection
-        if config.fixnorm and config.tie_embeddings != "none":
+        if config.fixnorm and config.tie_embeddings != "none":  # the shared table's rows have length one here, too
             return F.linear(features, F.normalize(projection.weight, dim=-1, eps=FIXNORM_EPS), projection.bias)
         return projection(features)
 

@@ -128,9 +128,10 @@ class RowAttention(MultiheadAttention):
         change is for all heads joined."""
         for change in self.inside.get(point, ()):
             if is_of_joined_heads(change, self.head_dim):
-                x = apply_changes(self, (change,), x, None, kept)
+                x = apply_changes(self, (change,), x, padding_mask=None, kept=kept)
             else:
-                x = apply_changes(self, (change,), x.unflatten(-1, (self.num_heads, -1)), None, kept).flatten(-2)
+                heads = x.unflatten(-1, (self.num_heads, -1))  # (…, heads, d_head)
+                x = apply_changes(self, (change,), heads, padding_mask=None, kept=kept).flatten(-2)
         return x
 
 
