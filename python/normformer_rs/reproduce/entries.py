@@ -90,7 +90,8 @@ def _published(figures: Table, key: dict[str, str]) -> dict[str, str]:
 
 
 def _rows(scale: Table) -> tuple[Row, ...]:
-    """Returns a row for each combination of the values of the columns."""
+    """Returns a row for each combination of the values of the columns that the scale's table `rows` lists. `where` has
+    further options for rows with a certain value, and `figures` the paper's figures."""
     figures, where = scale.get("figures") or {}, scale.get("where", {})
     columns = {name: _values(name, values, figures) for name, values in scale["rows"].items() if values != ""}
     # The values of the column `outer` vary slowest, wherever the column stands in the table.

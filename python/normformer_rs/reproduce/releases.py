@@ -210,6 +210,7 @@ class _Parts:
         ):
 
             def training_pairs() -> Iterator[tuple[str, str]]:
+                """Yields the training pairs, and writes the validation pairs that lie between them."""
                 for number, (source, target) in enumerate(pairs, 1):
                     if number % every:
                         yield source, target
@@ -217,7 +218,6 @@ class _Parts:
                         first.write(f"{source}\n")
                         second.write(f"{target}\n")
 
-            # While the training pairs are written, the generator writes the validation pairs.
             _write_pairs(self._both("train"), training_pairs())
 
     def cut(self, operations: int, workers: int, most: int | None) -> None:
@@ -326,8 +326,8 @@ def _with_english(raw: Raw, pattern: str, form: re.Pattern[str]) -> Iterator[tup
 def _append_pairs(
     folder: Path, name: str, part: str, languages: Iterable[tuple[str, Iterable[tuple[str, str]]]]
 ) -> None:
-    """Appends the sentence pairs of all languages to a part's files, in both directions, with the target language's tag
-    before each source sentence (Johnson et al. 2017)."""
+    """Appends the sentence pairs (other language, English) of all languages to a part's files, in both directions, with
+    the target language's tag before each source sentence (Johnson et al. 2017)."""
     paths = [
         folder / f"{name}-{way}" / f"{part}.{side}" for way in ("to-en", "from-en") for side in ("source", "target")
     ]
