@@ -74,14 +74,14 @@ fn operator_counts() -> HashMap<&'static str, (u64, u64)> {
 fn threads_in_kernels(py: Python<'_>) -> usize {
     py.allow_threads(|| {
         // A thread that panicked does not harm the set of ids, so a poisoned lock is used all the same.
-        let seen = std::sync::Mutex::new(std::collections::HashSet::new());
+        let thread_ids = std::sync::Mutex::new(std::collections::HashSet::new());
         // Each of the 64 parts takes 1 ms, so no thread can take all of them before the others have started.
         let (parts, parts_at_a_time) = (64, 1);
         crate::cpu::parallel::for_each(parts, parts_at_a_time, |_| {
             std::thread::sleep(std::time::Duration::from_millis(1));
-            seen.lock().unwrap_or_else(|e| e.into_inner()).insert(std::thread::current().id());
+            thread_ids.lock().unwrap_or_else(|e| e.into_inner()).insert(std::thread::current().id());
         });
-        seen.into_inner().unwrap_or_else(|e| e.into_inner()).len()
+        thread_ids.into_inner().unwrap_or_else(|e| e.into_inner()).len()
     })
 }
 

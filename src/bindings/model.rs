@@ -330,9 +330,9 @@ fn observe<'py>(
         (Some(loss), Some(logits)) => Some(loss.call1((PyTensor(logits),))?.extract::<PyTensor>()?.0),
         _ => None,
     };
-    let seen = released(py, move || watch.finish(loss.as_ref()))?;
-    let stacks = seen.into_iter().map(|seen| {
-        let StackObservation { cosines, active, statistics, sizes, scores, mixing } = seen;
+    let observations = released(py, move || watch.finish(loss.as_ref()))?;
+    let stacks = observations.into_iter().map(|observation| {
+        let StackObservation { cosines, active, statistics, sizes, scores, mixing } = observation;
         let statistics = statistics.into_iter().map(<[f64; 7]>::from).collect();
         ([cosines, active, sizes, scores, mixing].map(|numbers| numbers.into_pyarray(py)), statistics)
     });

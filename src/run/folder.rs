@@ -161,14 +161,14 @@ impl Beginning {
 pub(super) fn check_beginning(output: &Path, mode: &Mode) -> Result<()> {
     let shown = output.display();
     check_checkpoints(output)?;
-    // `found` lists (path, true if a run wrote it).
-    let found = ownership::found(output);
-    if *mode == Mode::New && found.iter().any(|(path, is_runs)| *is_runs && path.ends_with(CONFIG)) {
+    // Pairs (path, true if a run wrote it).
+    let existing = ownership::found(output);
+    if *mode == Mode::New && existing.iter().any(|(path, is_runs)| *is_runs && path.ends_with(CONFIG)) {
         return Err(Error::invalid(format!(
             "{shown} already holds a run: --resume continues it, --overwrite starts anew, or choose another output"
         )));
     }
-    if let Some((path, _)) = found.iter().find(|(_, is_runs)| !is_runs) {
+    if let Some((path, _)) = existing.iter().find(|(_, is_runs)| !is_runs) {
         let proof =
             if checksums::listed(output).is_empty() { ", and no whole checksums.txt says that a run did" } else { "" };
         return Err(Error::invalid(format!(
@@ -184,7 +184,7 @@ pub(super) fn check_beginning(output: &Path, mode: &Mode) -> Result<()> {
         path.file_name()
             .is_some_and(|name| name != CONFIG && (name == CHECKSUMS || LISTED.iter().any(|listed| name == *listed)))
     };
-    match found.iter().find(|(path, _)| !precedes_config(path)) {
+    match existing.iter().find(|(path, _)| !precedes_config(path)) {
         Some((path, _)) => Err(Error::invalid(format!(
             "{shown} holds {} of an earlier run, which a new one would write over: --overwrite removes it, or choose \
              another output",
@@ -279,7 +279,7 @@ pub(super) struct ResumeState {
     pub segmenter: Segmenter,
     pub vocabulary: Vocabulary,
     /// The checkpoint from which the run continues; `None` if the run was stopped before it saved one.
-    pub found: Option<ResumePoint>,
+    pub resume_point: Option<ResumePoint>,
     /// The options that differ from the checkpoint's.
     pub changes: Vec<OptionChange>,
 }
@@ -297,13 +297,13 @@ pub(super) fn resume(
     let vocabulary = read_vocabulary(output)?;
     let segmenter = read_segmenter(output, &stored.data)?;
     let store = CheckpointStore::at(output);
-    let found = match from {
+    let resume_point = match from {
         Some(from) => Some(store.chosen(from)?),
         None => store.newest()?,
     };
     // The checkpoint's options count, because an earlier resume may have trained with others than config.json's.
-    let before = match &found {
-        Some(found) => stored.of_checkpoint(&found.path, &found.checkpoint.config)?,
+    let before = match &resume_point {
+        Some(point) => stored.of_checkpoint(&point.path, &point.checkpoint.config)?,
         None => stored,
     };
     // The options do not have the size of the vocabulary, so the run's is filled in.
@@ -311,14 +311,14 @@ pub(super) fn resume(
     let changes = changes(before.parts(), (&wanted, training, data))
         .map_err(|e| Error::invalid(format!("{} {e}", output.display())))?;
     check_codes(output, data, &segmenter)?;
-    if found.is_none() && has_saved(output)? {
+    if resume_point.is_none() && has_saved(output)? {
         return Err(Error::invalid(format!(
             "{} holds no checkpoint, and {LOG} says that the run has saved some: restore the folder from a copy, or start \
              again with --overwrite",
             output.join(CHECKPOINTS).display()
         )));
     }
-    Ok(ResumeState { segmenter, vocabulary, found, changes })
+    Ok(ResumeState { segmenter, vocabulary, resume_point, changes })
 }
 
 /// Errors if the options name other merges than those of `own`, the run's segmenter. If the file `bpe_codes` no longer

@@ -28,8 +28,9 @@ impl ProcessGroup {
         if self.is_alone() {
             return Ok(numbers);
         }
-        let all = host("what ranks share", &collective(self, &Tensor::f_from_slice(&numbers)?.f_to_device(device)?)?)?;
-        Ok(std::array::from_fn(|i| all[i]))
+        let results =
+            host("what ranks share", &collective(self, &Tensor::f_from_slice(&numbers)?.f_to_device(device)?)?)?;
+        Ok(std::array::from_fn(|i| results[i]))
     }
 
     /// Returns this rank's result, or an error if any rank has an error. Thus all ranks stop at the same place.

@@ -88,7 +88,8 @@ impl Graphs {
         let is_new = self.seen.insert(key);
         if !is_new && !self.is_broken && self.graphs.len() < GRAPHS {
             match Graph::record(&mut *self.recorder, step, padded_to(Some(shape))?, self.device) {
-                // Recording runs nothing, so the new graph is replayed on the batch that it was recorded with.
+                // Recording does not execute the pass, so the new graph is replayed on the batch that it was recorded
+                // with.
                 Ok(graph) => return self.graphs.entry(key).or_insert(graph).replay(),
                 Err(error) => {
                     self.complaint = Some(format!("no CUDA graphs, and so a slower training: {error}"));

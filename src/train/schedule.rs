@@ -172,7 +172,7 @@ impl Schedule {
         if !matches!(self.name, ScheduleName::ValDecay | ScheduleName::NoWarmup) {
             return;
         }
-        // JSON has no infinities, so the worst score is the smallest f64.
+        // Checkpoints store the scores as JSON, which has no infinities, so the worst score is the smallest f64.
         let score = if score.is_finite() { score } else { f64::MIN };
         let is_warming = self.is_warming(update);
         let (Decay { rule, factor, patience }, memory) = (&self.decay, &mut self.memory);

@@ -322,13 +322,14 @@ impl Trainer {
         }
     }
 
-    /// Exchanges the ranks' stop requests. Returns an error on every rank if one of them wants to stop.
+    /// Exchanges the ranks' stop requests, and forgets this rank's. Returns an error on every rank if one of them wants
+    /// to stop.
     fn share_stops(&mut self) -> Result<()> {
         self.group.agree(self.own_stop.take().map_or(Ok(()), Err), self.device)
     }
 
-    /// Runs `work`. If the user wants to stop, or the user's code has raised, saves a checkpoint before returning the
-    /// error.
+    /// Runs `work`. If the user wants to stop, or a Python function of the user has raised an exception, saves a
+    /// checkpoint before returning the error.
     fn interruptible(
         &mut self,
         observer: &mut dyn Observer,
@@ -397,17 +398,21 @@ impl Trainer {
             }
             cursor = next;
         }
+        // The gradients are those of the mean loss over all target tokens of the update.
         let (seed, scale) = (self.config.seed as i64, 1.0 / tokens as f64);
         self.train_step.model.set_update(number as i64)?;
         // Before the first update, the first rank measures the residual scheme's gains on its first micro-batch.
         if number == 1 && !self.progress.keeps_gains && self.train_step.model.is_profiled() {
             if let (true, (_, batch)) = (self.group.is_first(), &batches[0]) {
+                // The seed of dropout is [seed, update, micro-batch].
                 let turn = Turn { seed: [seed, 0, 0], scale, is_partial: false };
                 let micro_batch = MicroBatch::on_host(batch, None, turn, self.device)?;
                 self.train_step.profile(&micro_batch.to(self.device)?)?;
             }
+            // All ranks get the gains that the first rank has measured.
             self.optimizer.share_parameters(self.group)?;
         }
+        // The flat buffers have a copy of the parameters in the type of products.
         self.train_step.flat.as_ref().map_or(Ok(()), |flat| flat.refresh())?;
         let (_, first_batch) = &batches[0];
         let statistics = self.watched(number, first_batch, scale)?;
@@ -417,11 +422,11 @@ impl Trainer {
         let counts_updates = self.train_step.model.parameters.count_updates();
         for (i, (micro_batch, batch)) in batches.iter().enumerate() {
             let seed = [seed, number as i64, *micro_batch];
-            let own =
-                self.forward_backward(batch, Turn { seed, scale, is_partial: counts_updates && i < last_index })?;
+            let turn = Turn { seed, scale, is_partial: counts_updates && i < last_index };
+            let micro_batch_sums = self.forward_backward(batch, turn)?;
             match &mut sums {
-                Some(sums) => sums.merge(&own)?,
-                None => sums = Some(own),
+                Some(sums) => sums.merge(&micro_batch_sums)?,
+                None => sums = Some(micro_batch_sums),
             }
         }
         let sums = sums.ok_or_else(|| Error::invalid("accumulate must be at least 1"))?;
@@ -453,6 +458,7 @@ impl Trainer {
         if !number.is_multiple_of(self.config.log_statistics as u64) {
             return Ok(None);
         }
+        // The seed of dropout is that of the update's first micro-batch.
         let turn = Turn { seed: [self.config.seed as i64, number as i64, 0], scale, is_partial: false };
         let batch = MicroBatch::on_host(batch, None, turn, self.device)?.to(self.device)?;
         watch(&self.train_step, first, &batch).map(Some)

@@ -116,8 +116,8 @@ impl CheckpointStore {
                 let fits = |(saved_update, saved_number): &Key| {
                     *saved_update == update && (saving == 0 || *saved_number == saving)
                 };
-                let found = self.entries()?.into_iter().rfind(|(key, _)| fits(key));
-                let (_, folder) = found.ok_or_else(|| self.missing(what))?;
+                let newest = self.entries()?.into_iter().rfind(|(key, _)| fits(key));
+                let (_, folder) = newest.ok_or_else(|| self.missing(what))?;
                 directory(&folder)
             }
         }
@@ -210,9 +210,10 @@ impl CheckpointStore {
         if Path::new(what).components().count() != 1 {
             return Err(self.missing(what));
         }
-        let path = self.resolve(what)?;
-        let own = self.entries()?.into_values().find(|own| fs::canonicalize(own).is_ok_and(|own| own == path));
-        let path = own.ok_or_else(|| self.missing(what))?;
+        let real_path = self.resolve(what)?;
+        let leads_there = |path: &PathBuf| fs::canonicalize(path).is_ok_and(|real| real == real_path);
+        // A checkpoint of another run is refused.
+        let path = self.entries()?.into_values().find(leads_there).ok_or_else(|| self.missing(what))?;
         Ok(ResumePoint { checkpoint: load(&path)?, best: best_of(&path), path, passed: Vec::new() })
     }
 
@@ -310,8 +311,9 @@ impl CheckpointStore {
     /// equal if their states are, because the state has the lengths and checksums of all other files.
     fn twin(&self, copy: &Path) -> Option<Key> {
         let state = |folder: &Path| atomic::read(&folder.join(STATE), STATE_BYTES).ok().flatten();
-        let own = is_runs(copy).then(|| state(copy)).flatten()?;
-        self.entries().ok()?.into_iter().find(|(_, path)| state(path).as_ref() == Some(&own)).map(|(key, _)| key)
+        let copied_state = is_runs(copy).then(|| state(copy)).flatten()?;
+        let mut entries = self.entries().ok()?.into_iter();
+        entries.find(|(_, path)| state(path).as_ref() == Some(&copied_state)).map(|(key, _)| key)
     }
 
     /// Frees the name of a link, `best` or `last`, that the folder `copy` has instead: a copy of a checkpoint. Removes
@@ -387,14 +389,14 @@ impl CheckpointStore {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
             read => read.map_err(|e| Error::io("read", &self.folder, e))?,
         };
-        let mut found = BTreeMap::new();
+        let mut checkpoints = BTreeMap::new();
         for entry in entries {
             let entry = entry.map_err(|e| Error::io("read", &self.folder, e))?;
             if let Some(key) = entry.file_name().to_str().and_then(update_of) {
-                found.insert(key, entry.path());
+                checkpoints.insert(key, entry.path());
             }
         }
-        Ok(found)
+        Ok(checkpoints)
     }
 
     /// Adds a note on the earlier checkpoints to the error of a failed write.

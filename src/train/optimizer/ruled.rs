@@ -157,11 +157,11 @@ fn orthogonalised(rule: &dyn Rule, directions: &[Tensor], group: ProcessGroup) -
     let flattened = |(result, direction): (Option<Tensor>, &Tensor)| {
         Ok(result.map_or_else(|| direction.f_zeros_like(), Ok)?.f_reshape([-1i64].as_slice())?)
     };
-    let own = results.into_iter().zip(directions).map(flattened).collect::<Result<Vec<Tensor>>>()?;
-    let mut all = Tensor::f_cat(&own, 0)?;
-    group.sum_in_place(&mut all)?;
+    let own_results = results.into_iter().zip(directions).map(flattened).collect::<Result<Vec<Tensor>>>()?;
+    let mut all_results = Tensor::f_cat(&own_results, 0)?;
+    group.sum_in_place(&mut all_results)?;
     let lengths: Vec<i64> = directions.iter().map(|direction| direction.numel() as i64).collect();
-    let parts = all.f_split_with_sizes(lengths.as_slice(), 0)?;
+    let parts = all_results.f_split_with_sizes(lengths.as_slice(), 0)?;
     parts.iter().zip(&sizes).map(|(part, size)| Ok(part.f_view(size.as_slice())?)).collect()
 }
 
