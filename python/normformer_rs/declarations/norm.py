@@ -93,8 +93,8 @@ class Norm(FromFile):
         return number(value.std, f"{self!r}: the std of {name}") if isinstance(value, Normal) else 0.0
 
     def shape(self, name: str) -> str | list[int | str]:
-        """Returns a parameter's shape: a name, or the sides of a matrix, numbers and "width". Errors: InputError for
-        other words."""
+        """Returns a parameter's shape: "one", "width", or the two sides of a matrix, each a number or "width". Errors:
+        InputError for other words."""
         shape: Any = self.parameters[name].shape
         if isinstance(shape, str) and shape in ("one", "width"):
             return shape

@@ -467,8 +467,8 @@ _FAMILIES = (
 
 
 def _family(config: TransformerConfig, origin: str) -> _Family:
-    """Returns an architecture that computes the model. `origin`: the model's folder, for messages. Errors: InputError if
-    there is none; it names the options that the nearest architecture does not support."""
+    """Returns an architecture that computes the model. `origin`: the model's folder, for messages. Errors: InputError
+    if there is none; it names the options that the nearest architecture does not support."""
     misfits = [(family.misfits(config), family) for family in _FAMILIES]
     unsupported, nearest = min(misfits, key=lambda entry: len(entry[0]))
     if unsupported:

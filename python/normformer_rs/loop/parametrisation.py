@@ -145,8 +145,7 @@ def param_groups(
         # role comes first, because groups are returned in the order of ROLES.
         key = ROLES.index(place.role), sums_over, m_L, uses_adam
         if key not in groups:
-            # The size of an optimizer's step does not depend on the width in some measure. For Adam that is the size of
-            # the single entries.
+            # In this measure the optimizer's steps have the same size at all widths: for Adam, the size of entries.
             constant_measure = "entries" if uses_adam else step_size
             factors = _core.multipliers(name, place.role, m_d, m_L, alpha, sums_over, constant_measure)
             decay = weight_decay if place.role in MATRICES else 0.0
@@ -168,7 +167,8 @@ def param_groups(
 
 
 def _step_size(optimizer: str, muon_scale: str | None, parametrisation: str) -> str:
-    """Returns the measure of a Muon step that is the same at all widths, by its name in Rust's `StepSize`."""
+    """Returns the name, in Rust, of the measure in which Muon's steps have the same size at all widths. Errors:
+    InputError if `muon_scale` is unknown, missing, or would do nothing."""
     sizes = {"spectral": "spectral-norm", "rms": "orthogonal"}
     if muon_scale is not None and muon_scale not in sizes:
         raise InputError(unknown("muon_scale", muon_scale, [*sizes]))

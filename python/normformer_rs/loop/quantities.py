@@ -8,7 +8,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def size(count: float) -> str:
-    """Formats a size: 4.5 GiB for 4.5·2³⁰ bytes."""
+    """Formats a size, given in bytes: 4.5 GiB for 4.5·2³⁰."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"

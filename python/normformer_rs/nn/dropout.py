@@ -43,7 +43,8 @@ class Draw:
         if is_run_again() and not self.is_kept:  # the backward graph must read this seed, not draw another
             self.seed, self.is_kept = OPS.kept_seed(self.seed), True
         wide_x, cols = wide(x), x.shape[-1]
-        mask = OPS.dropout_mask(self.seed, x.numel() // max(cols, 1), cols, p, site)
+        rows = x.numel() // max(cols, 1)
+        mask = OPS.dropout_mask(self.seed, rows, cols, p, site)
         return (wide_x * mask.view(x.shape).to(wide_x.dtype)).to(x.dtype), (0.0, None, site)
 
 

@@ -213,8 +213,8 @@ def asks(config: TransformerConfig, stack: str, draws: bool, only: int | None = 
     """Returns "the depth" or "the layer's number and the depth" if the layer's computation depends on them, or, with
     `draws`, its initial values do; otherwise None. `stack`: "encoder" or "decoder"; `only`: the number of the one
     sublayer to check, None for all."""
-    # The layer depends on number or depth if its declaration differs between these places and others. They are the
-    # place of the only layer of a stack, and that of the first layer of a deep one.
+    # The layer depends on number or depth if it is described differently at different places. These two are the place
+    # of the only layer of a stack, and that of the first layer of a deep one.
     alone, first = _of_depth(config, stack, 1), _of_depth(config, stack, _DEPTH)
     # The layers of a mixture may differ only at a depth above _DEPTH.
     is_mixture = "," in str(config.residual) or config.residual == "mix-ln"
@@ -225,7 +225,7 @@ def asks(config: TransformerConfig, stack: str, draws: bool, only: int | None = 
     values = _first_values(first) if draws else []
     if draws and _first_values(first.at(_DEPTH - 1)) != values:
         return "the layer's number and the depth"
-    # All layers of one stack are alike here. Those of a stack of another depth may still differ.
+    # All layers of one stack are alike if this line is reached. Those of a stack of another depth may still differ.
     needs_depth = _described(alone, only) != description or (draws and _first_values(alone) != values)
     return "the depth" if needs_depth else None
 

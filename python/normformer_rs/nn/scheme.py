@@ -127,7 +127,7 @@ def declare(config: TransformerConfig, stack: Any, kinds: tuple[str, ...] | None
 def drawn_over_width(config: TransformerConfig) -> float:
     """Returns the factor by which the parametrisation scales the std of those random matrices of norms and schemes
     whose products are sums over the width."""
-    times_as_wide = config.d_model / (config.base_width or config.d_model)  # as the base model
+    times_as_wide = config.d_model / (config.base_width or config.d_model)  # the ratio to the base model
     times_as_deep, depth_alpha = 1.0, None  # the std of sums over the width does not depend on the depth
     multipliers = _core.multipliers(
         config.parametrisation, "hidden-vector", times_as_wide, times_as_deep, depth_alpha, "width"
