@@ -123,6 +123,7 @@ impl<T: Copy + Sync + FieldType + Serialize + DeserializeOwned> AnyOption for Op
         self.name
     }
 
+    /// Describes the option under the heading `group` of `--help`.
     fn field(&self, group: &'static str) -> Field {
         Field {
             name: self.name,
@@ -136,14 +137,17 @@ impl<T: Copy + Sync + FieldType + Serialize + DeserializeOwned> AnyOption for Op
         }
     }
 
+    /// Converts a value from JSON to T and back, which checks its type.
     fn read(&self, value: Value) -> serde_json::Result<Value> {
         serde_json::from_value::<T>(value).map(plain)
     }
 
+    /// Errors if the option's value in `options` is not allowed.
     fn check(&self, options: &Options) -> Result<()> {
         (self.check)(self.name, options.get(self))
     }
 
+    /// Converts a value from JSON and checks it; error messages call the option `name`.
     fn accept(&self, name: &str, value: Value) -> Result<Value> {
         let wrong = |e: serde_json::Error| Error::invalid(format!("{name}: {e}"));
         let value = serde_json::from_value::<T>(value).map_err(wrong)?;
@@ -369,6 +373,7 @@ macro_rules! config {
                         f.write_str(concat!("struct ", stringify!($name)))
                     }
 
+                    /// Reads a JSON object; an option without a key keeps its default.
                     fn visit_map<M: serde::de::MapAccess<'de>>(
                         self,
                         mut map: M,

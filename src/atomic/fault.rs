@@ -47,7 +47,7 @@ impl Plan {
     }
 }
 
-// The values of STATE: whether the environment variable has been read, and whether there is a plan.
+// The values of STATE: the environment variable has not been read yet, there is no plan, or there is one.
 const UNREAD: u8 = 0;
 const OFF: u8 = 1;
 const ON: u8 = 2;
@@ -116,6 +116,7 @@ impl Armed {
 
 #[cfg(test)]
 impl Drop for Armed {
+    /// Ends the plan, so that no fault happens any more.
     fn drop(&mut self) {
         *lock(&PLAN) = None;
         STATE.store(OFF, Ordering::Relaxed);

@@ -1,9 +1,9 @@
 //! Shorter waits of libgomp's threads while other processes compete for the cores.
 //!
 //! At the end of a parallel region libgomp's threads spin for about 3 ms before they sleep. On quiet cores that is
-//! fast. But if another process runs on one of the cores, the thread there is late, and the spinning threads keep it
-//! from moving to one of their cores: speed falls to a third. libgomp spins for only a few microseconds while it has
-//! more threads than there are cores. So [`watch`] measures how long this process's threads wait for a core. While
+//! fast. But if another process runs on one of the cores, the thread there is late. The spinning threads then keep it
+//! from moving to one of their cores, and speed falls to a third. libgomp spins for only a few microseconds while it
+//! has more threads than there are cores. So [`watch`] measures how long this process's threads wait for a core. While
 //! these waits are long, [`watch`] keeps a team of idle threads. The number of working threads stays the same, and so
 //! do the bits of their results.
 

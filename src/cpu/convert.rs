@@ -1,6 +1,6 @@
 //! Conversion of whole rows between a storage type and the type in which kernels compute.
 //!
-//! This is for kernels that loop over lanes of whole rows: a 16-bit row is widened once, into a buffer in the
+//! Kernels that loop over lanes of whole rows use these functions. A 16-bit row is widened once, into a buffer in the
 //! first-level cache, and narrowed once at the end, with packs (`cpu/pack.rs`). Converting in every pass with
 //! [`Element`]'s integer code would take more time. Kernels that compute on packs convert in registers instead.
 //! All these conversions give the same bits.

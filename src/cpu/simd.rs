@@ -110,6 +110,7 @@ macro_rules! multiversion {
         $(#[$doc])*
         #[allow(clippy::too_many_arguments)]
         $vis fn $name <$($g: $bound),+> ($($arg: $ty),*) {
+            // The body is inlined into each version, and so is compiled for the version's instruction set.
             #[inline(always)]
             fn body <$isa: $crate::cpu::pack::Isa, $($g: $bound),+> ($($arg: $ty),*) $body
             #[cfg(target_arch = "x86_64")]
@@ -139,6 +140,7 @@ macro_rules! multiversion {
         $(#[$doc])*
         #[allow(clippy::too_many_arguments)]
         $vis fn $name $(<$($g: $bound),+>)? ($($arg: $ty),*) {
+            // The body is inlined into each version, and so is compiled for the version's instruction set.
             #[inline(always)]
             fn body $(<$($g: $bound),+>)? ($($arg: $ty),*) $body
             #[cfg(target_arch = "x86_64")]

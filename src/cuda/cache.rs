@@ -3,8 +3,8 @@
 //! A file holds its key, its length and checksum, then the binary. If these do not match, the kernel is compiled
 //! again. The cache only saves time: if it cannot be read or written, everything still works.
 //!
-//! Because the GPU runs these files, a folder or file is used only if it belongs to this user, is not a link, and is
-//! not writable by other users. Otherwise it is left alone, and a warning on standard error gives the reason, once.
+//! The GPU runs these files. So a folder or file is used only if it belongs to this user, is not a link, and is not
+//! writable by other users. Otherwise it is left alone, and a warning on standard error gives the reason, once.
 
 use super::{nvrtc, Program};
 use crate::atomic;

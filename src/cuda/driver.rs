@@ -173,8 +173,8 @@ impl Driver {
     /// Launches a loaded kernel on a stream.
     ///
     /// # Safety
-    /// The same conditions hold as for [`launch`](super::launch): `arguments` points to the one struct that the kernel
-    /// takes.
+    /// `arguments` points to the one struct that the kernel takes. The conditions of [`launch`](super::launch) hold for
+    /// this struct.
     pub unsafe fn launch(
         &self,
         device: Device,

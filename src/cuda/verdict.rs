@@ -43,7 +43,7 @@ pub enum Verdict {
     Off,
 }
 
-// These are values of `Variant::verdict`.
+// The states of a variant. WRONG stands for `Verdict::Off` too, because neither kind may be launched.
 const UNKNOWN: u8 = 0;
 const RIGHT: u8 = 1;
 const WRONG: u8 = 2;
@@ -207,7 +207,8 @@ mod tests {
         judge(&both, Verdict::Right);
         assert!(admitted(|| good.admit()).unwrap().is_ok());
         assert_eq!(admitted(|| bad.admit()).err(), Some(Refusal::Wrong));
-        // New `Variant`s read the file, as those of another process would.
+        // New `Variant`s read the file, as those of another process would. The name "goo" is a part of "good", but has
+        // no verdict.
         let (good, bad, other) =
             (variant(folder.path(), "good"), variant(folder.path(), "bad"), variant(folder.path(), "goo"));
         assert!(admitted(|| good.admit()).unwrap().is_ok());

@@ -13,10 +13,10 @@ use tch::Tensor;
 
 static HANDLE: Handle = Handle::new("attention");
 
-/// Computes attention through the dispatcher. q is (rows, d), k and v are (rows, d), and `ranges` is int64 (n, 4)
-/// with the (q_start, q_len, k_start, k_len) of each sentence. `p` is the dropout rate of the weights. `seed` is int64
-/// (seed, update, micro-batch); without it nothing is dropped. `site` numbers the places of dropout in a model. Returns
-/// the output (rows, d).
+/// Computes attention through the dispatcher. q is (query rows, d); k and v are (key rows, d). `ranges` is int64 (n,
+/// 4), with the (q_start, q_len, k_start, k_len) of each sentence. `p` is the dropout rate of the weights. `seed` is
+/// int64 (seed, update, micro-batch); without it nothing is dropped. `site` numbers the places of dropout in a model.
+/// Returns the output (rows, d).
 pub fn attention(
     q: &Tensor,
     k: &Tensor,
@@ -53,8 +53,8 @@ pub fn composed_attention(
 }
 
 /// Computes attention with torch's `scaled_dot_product_attention` on padded sentences, (sentences, heads, length,
-/// d_head); the mask is added to scale·QKᵀ. cuDNN's kernel, which torch prefers for 16 bits on recent GPUs, is turned
-/// off: it builds a plan for every new shape, and sentences have many shapes.
+/// d_head). The mask is added to scale·QKᵀ. cuDNN's kernel, which torch prefers for 16 bits on recent GPUs, is turned
+/// off, because it builds a plan for every new shape, and sentences have many shapes.
 pub fn padded_attention([q, k, v]: [&Tensor; 3], mask: Option<&Tensor>, causal: bool, scale: f64) -> Result<Tensor> {
     let _without = WithoutCudnn::new();
     let (dropout, has_grouped_heads) = (0.0, false);
@@ -83,6 +83,7 @@ impl WithoutCudnn {
 }
 
 impl Drop for WithoutCudnn {
+    /// Turns cuDNN's attention on again if this is the last guard, and if it was on before the first one.
     fn drop(&mut self) {
         let mut state = WITHOUT_CUDNN.lock().unwrap_or_else(PoisonError::into_inner);
         let (guards, was_on) = &mut *state;

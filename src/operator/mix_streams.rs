@@ -118,6 +118,7 @@ mod tests {
                     let inputs =
                         [random(&[count, n, d], kind), random(&[count, m, k], weight_kind), random(&[count, d], kind)];
                     let dy = random(&[count, m, d], kind);
+                    // Returns the gradients and the result of f on inputs of this type.
                     let run = |kind: Kind, f: fn(&Tensor, &Tensor, Option<&Tensor>) -> Result<Tensor>| {
                         let is_exact = kind == Kind::Double;
                         let leaf =

@@ -81,7 +81,7 @@ struct Op {
     handle: *const c_void,
 }
 
-// These are an operator's flags in declared.h.
+// The flags of `Op::is`: the devices with kernels, and what else the operator has. declared.h explains each.
 const ON_CPU: u32 = 1;
 const ON_GPU: u32 = 2;
 const COMPOSED: u32 = 4;

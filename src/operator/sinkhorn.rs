@@ -94,6 +94,7 @@ mod tests {
                 for (count, n, iterations) in [(0, 4, 20), (1, 1, 1), (3, 2, 1), (16, 4, 20), (133, 4, 20), (17, 7, 3)]
                 {
                     let logits = Tensor::randn([count, n, n], (Kind::Double, Device::Cpu)) * 3;
+                    // `m` is a result, and `dm` its gradient.
                     let dm = Tensor::randn([count, n, n], (Kind::Double, Device::Cpu)).to_kind(kind);
                     let gradient = |logits: &Tensor, m: &Tensor| {
                         let dm = dm.to_kind(m.kind());

@@ -1,9 +1,9 @@
 //! The cases of a proof, and how each changes the actual call.
 //!
 //! Most cases have more rows than the device processes at once. Together the cases test both sides of every run-time
-//! condition of the kernels, such as with and without a mask. For norms with column statistics these are: a real row
-//! or only padding, training or evaluation, paper or release variant, finite or non-finite inputs, and counters that
-//! are low, high or at the end of a warm-up.
+//! condition of the kernels, such as with and without a mask. Norms with column statistics have further conditions:
+//! rows are real or padding, a call trains or evaluates, the variant is the paper's or the release's, inputs are finite
+//! or not, and counters are low, high or at the end of a warm-up.
 
 use super::maker::{counted, few_columns, is_kept, rows, Maker, Tensors, FEW, LATE, LONG};
 use crate::cuda::Device;

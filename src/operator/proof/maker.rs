@@ -178,8 +178,8 @@ impl Maker {
         }
         let has_rows = argument.sizes.starts_with(['*', 'n']) || argument.sizes == "=n";
         let is_leader = argument.is & LEADER != 0;
-        // Numbers such as "=1", and tables with a fixed number of rows such as the statistics "6d", keep the call's
-        // values: random ones would make no sense. ("1|d" is a parameter.)
+        // Numbers such as "=1" keep the call's values, because random ones would make no sense. So do tables with a
+        // fixed number of rows, such as the statistics "6d". A size "1|d" is a parameter, which does not keep them.
         if !has_rows && !argument.sizes.contains('d')
             || argument.sizes.starts_with(|c: char| c.is_ascii_digit() && c != '1')
         {

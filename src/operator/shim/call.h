@@ -38,8 +38,8 @@ inline bool has_kernel(const Op& op, const Tensor& x) {
 
 // ---- types and shapes ----
 
-// Returns the type in which kernels read the norm's parameters: the type in which the leader is computed; but on a GPU,
-// the parameters' own 16-bit type if all have the same.
+// Returns the type in which kernels read the norm's parameters. This is the type in which the leader is computed. But
+// on a GPU it is the parameters' own 16-bit type, if all have the same one.
 inline at::ScalarType parameter_type(const Op& op, Args args) {
   const Tensor& x = leader(op, args);
   const auto computed = computing(x.scalar_type());
@@ -265,9 +265,9 @@ inline Tensors by_kernel(const Op& op, Args args) {
   return made;
 }
 
-// The kernel of the Negative and Conjugate keys for an operator that writes to arguments: runs on plain copies, and
-// copies the results back. torch's own fallback assumes that every written argument is returned; if one is not, the
-// fallback writes to memory of another tensor.
+// The kernel of the Negative and Conjugate keys for an operator that writes to arguments. It runs the operator on plain
+// copies of lazily negated or conjugated tensors, and copies the results back. torch's own fallback assumes that every
+// written argument is returned. If one is not, that fallback writes to memory of another tensor.
 inline void by_plain(const Op& op, c10::DispatchKeySet keys, Stack* stack) {
   std::vector<std::pair<Tensor, Tensor>> written;  // a written argument, and its plain copy
   const auto& formal = op.handle->schema().arguments();

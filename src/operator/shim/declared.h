@@ -163,8 +163,8 @@ inline const Tensor& leader(const Op& op, Args args) { return entry(op, args, op
 }  // namespace nfrs
 
 extern "C" {
-// Runs a stage of a call in Rust, which puts the results of a formula or gradient stage into `made`. Returns 0, REFUSED,
-// REFUSED_NOW, or the status of an error for `check_rust`.
+// Runs a stage of a call in Rust, which puts the results of a formula or gradient stage into `made`. Returns 0,
+// REFUSED, REFUSED_NOW, or the status of an error for `check_rust`.
 int nfrs_run(const void* rust, nfrs::Stage stage, nfrs::Call* call, at::Tensor** made);
 int nfrs_cuda_ready(int32_t device);  // 1: kernels run there; 0: they cannot run; -1: they cannot run but are required
 bool nfrs_cuda_stand_in();            // true if CPU tensors are sent through the CUDA kernels, for tests

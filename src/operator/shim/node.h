@@ -210,8 +210,8 @@ void record(const Op& op, const Below& below, Stack* stack) {
     if (op.saved[i].kind == Origin::OUTPUT) node.saved[i] = SavedVariable(made[op.saved[i].index].toTensor(), true);
 }
 
-// The kernel of the Autograd key. The formula runs instead of the operator under torch.func, which can transform all of
-// the formula's operations; in forward mode, in which only the formula has derivatives; and if there is no kernel.
+// The kernel of the Autograd key. In three cases the formula runs instead of the operator. torch.func can transform all
+// of the formula's operations. In forward mode only the formula has derivatives. And there may be no kernel.
 inline void autograd(const Op& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto args = torch::jit::last(*stack, op.n_args);
   const bool has_tangent = std::any_of(op.table.begin(), op.table.end(), [&](const Argument& a) {
