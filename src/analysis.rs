@@ -86,7 +86,7 @@ impl Columns {
         let x = x - &mean;
         let square = (&x * &x).sum_axis(Axis(0)) / count;
         let scale = square.mapv(|v| 1.0 / (v + self.eps).sqrt());
-        // γ/σ_B, or γ/ψ_B if the norm does not centre x.
+        // `gain` is γ/σ_B, or γ/ψ_B if the norm does not centre x.
         let gain = self.weight.as_ref().map_or_else(|| Ok(Array1::ones(width)), vector)? * &scale;
         let mut gradients = [f64::NAN; 2]; // of the mean, and of σ² or ψ²
         if let Some(dy) = dy {
@@ -102,7 +102,7 @@ impl Columns {
         };
         // A channel is bounded if |γ| ≤ σ_B, or ≤ ψ_B. This means that the size of its gain is at most 1.
         let bounded = gain.iter().filter(|v| v.abs() <= 1.0).count() as f64 / width as f64;
-        // The distance of the means; NaN if the norm keeps no mean.
+        // `drift` is the distance of the batch's mean from the running one; NaN if the norm keeps no mean.
         let drift = running_mean.as_ref().map_or(f64::NAN, |running| length_over_width(&(&mean - running)));
         Ok(Statistics {
             distance: moments(drift, length_over_width(&(&square - vector(&self.square)?))),

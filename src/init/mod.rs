@@ -39,11 +39,13 @@ pub struct ProcessGenerator;
 
 // In-place methods need a mutable tensor. A shallow clone is one, and it shares the memory of `t`.
 impl RandomNumbers for ProcessGenerator {
+    /// Fills the tensor with numbers from N(0, std²).
     fn normal(&self, t: &Tensor, std: f64) -> Result<()> {
         let _ = t.shallow_clone().f_normal_(0.0, std)?;
         Ok(())
     }
 
+    /// Fills the tensor with uniform numbers between −bound and bound.
     fn uniform(&self, t: &Tensor, bound: f64) -> Result<()> {
         let _ = t.shallow_clone().f_uniform_(-bound, bound)?;
         Ok(())

@@ -177,7 +177,8 @@ pub static R_FIXUP: Init = Init {
         "L = 2N + 3M branches (one stack 2L): q, k, v Xavier normal × L^(−1/6), fc1 × L^(−1/2), out, fc2 and an untied output zero",
     source: "Zhang et al. 2019 (Fixup)",
     linear: |role, fan_in, fan_out, place| {
-        // L, the number of additions to residual streams: a decoder's layer also has cross-attention.
+        // `branches` is L, the number of additions to residual streams. With an encoder, a decoder's layer has three
+        // sublayers, one of them cross-attention.
         let branches = match place.model.has_encoder {
             true => 2 * place.encoder_layers() + 3 * place.decoder_layers(),
             false => place.additions(),

@@ -89,6 +89,7 @@ impl Attention {
         let sinks = place.model.sinks.then(|| b.own("sinks", &[heads], &start, SumsOver::Nothing)).transpose()?;
         let value_embedding = ValueEmbedding::build(b, place, init)?;
         let softcap = place.model.score_softcap;
+        // QK-clip reads the heads' largest logits, and scales the projections down.
         let largest = b.heads(&in_weight, in_bias.as_ref(), heads, kv_heads)?;
         Ok(Attention {
             in_weight,
@@ -315,7 +316,7 @@ impl Attention {
             // The attention operator supports neither softcap nor sinks.
             Ranges::Packed(table) if !extras.are_none() => {
                 let (k, v) = (self.for_each_query(k)?, self.for_each_query(v)?);
-                // The result of the CPU's kernel can be corrected for sinks afterwards.
+                // On the CPU a kernel computes attention without sinks, and `sink_attention` corrects the result.
                 if let (Extras { softcap: None, sinks: Some(sinks) }, Device::Cpu) = (extras, q.device()) {
                     let qkv = [q, &k, &v];
                     return sink_attention(qkv, sinks, table, self.heads, causal, self.scale, dropout);

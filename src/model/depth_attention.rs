@@ -42,6 +42,7 @@ impl DepthAttentionNode {
 }
 
 impl Differentiable for DepthAttentionNode {
+    /// Returns true: the backward pass needs the queries and the outputs.
     fn saves_inputs(&self) -> bool {
         true
     }
@@ -79,7 +80,7 @@ impl Differentiable for DepthAttentionNode {
 /// Computes what [`attend`] returns with tch's operations: the sums (queries, …, d) and the scores (…, queries,
 /// outputs). `u` holds the queries, (queries, d), in the type of sums.
 fn composed(outputs: &[&Tensor], u: &Tensor, is_normed: bool) -> Result<[Tensor; 2]> {
-    // For each output: its scores ⟨u, v/RMS(v)⟩, and 1/RMS(v).
+    // Each output has scores ⟨u, v/RMS(v)⟩ and a scale 1/RMS(v).
     let scores_and_scales = outputs.iter().map(|v| {
         let v = accumulate(v)?;
         let mean = v.f_square()?.f_mean_dim([-1i64].as_slice(), true, None::<Kind>)?;

@@ -23,6 +23,7 @@ struct Gather {
 }
 
 impl Differentiable for Gather {
+    /// Returns false: the backward pass needs only the row numbers.
     fn saves_inputs(&self) -> bool {
         false
     }

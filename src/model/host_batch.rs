@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hold_is_tensors_side_by_side() {
+    fn a_buffer_holds_tensors_side_by_side() {
         let batch = |by: i64| {
             let ids = Tensor::from_slice(&[1 + by, 2, 3]).view([3, 1]);
             let real = Tensor::from_slice(&[true, false, by > 0]);

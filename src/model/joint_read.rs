@@ -16,11 +16,12 @@ use tch::{Kind, Tensor};
 
 /// The results of a read.
 pub struct JointRead {
-    /// H, for the sublayer's write. So the read gets the gradient that the write gives to H, and adds it to its own.
+    /// H, which the sublayer's write uses. So the read's backward pass also gets the write's gradient of H, and adds it
+    /// to its own.
     pub streams: Tensor,
     /// x, (…, d).
     pub x: Tensor,
-    /// m, (…, rows of W), in the type of the computation.
+    /// m, the product W vec(H) divided by the size of vec(H), (…, rows of W), in the type of sums.
     pub mixes: Tensor,
 }
 
@@ -70,6 +71,7 @@ struct JointReadNode {
 }
 
 impl Differentiable for JointReadNode {
+    /// Returns true: the backward pass needs H, W, s and b.
     fn saves_inputs(&self) -> bool {
         true
     }

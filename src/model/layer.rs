@@ -152,8 +152,9 @@ impl BuiltSublayer {
     pub fn input(&self, streams: &mut Streams, ctx: &Context) -> Result<Tensor> {
         let x = match &self.around.mixing {
             Some(mixing) => {
-                let (x, unwritten) =
-                    mixing.read(&streams.tensors().collect::<Vec<_>>(), ctx.watch(), ctx.has_flat())?;
+                let tensors: Vec<&Tensor> = streams.tensors().collect();
+                let is_training = ctx.has_flat(); // only training loops on a CPU have flat buffers
+                let (x, unwritten) = mixing.read(&tensors, ctx.watch(), is_training)?;
                 streams.unwritten = unwritten;
                 x
             }
@@ -201,7 +202,8 @@ impl BuiltSublayer {
             operator::Step { x: s, alpha: alpha.as_ref(), beta: beta.as_ref(), ..step }.add()
         });
         let others = others.collect::<Result<_>>()?;
-        // The norm that reads the sum directly, if it can be computed in the same step. A watch sees every norm alone.
+        // `fused` is the norm that reads the sum directly, if one step can compute both. With a watch there is none,
+        // because a watch must see each norm's output.
         let fused = match after.is_empty() {
             _ if ctx.watch().is_some() => None,
             true => next.map(|norm| norm.row()).transpose()?.flatten(),

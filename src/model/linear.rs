@@ -123,6 +123,7 @@ pub(super) fn times(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Ten
 }
 
 impl Differentiable for FlatLinear {
+    /// Returns true: the backward pass needs x for the gradient of W.
     fn saves_inputs(&self) -> bool {
         true
     }

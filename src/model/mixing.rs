@@ -148,7 +148,7 @@ impl BuiltMixing {
     pub fn keeps(&self, tensors: usize) -> usize {
         match &self.declared {
             Mixing::Hyper(_) => 0,
-            // The sublayer only adds to the last v, or to none if it begins a new one.
+            // F(x) is added to the last v, or becomes a new v if the sublayer begins a block.
             Mixing::Depth(depth) => tensors - usize::from(!depth.begins_block),
         }
     }
@@ -173,7 +173,7 @@ type Read = (Tensor, Option<PendingWrite>);
 /// The read of gates that are functions of all streams together, and their scores s·m + b.
 struct Scores {
     read: JointRead,
-    /// s, a number for each part.
+    /// s, one number for each of p, g and R that the gates have.
     scale: Tensor,
     bias: Tensor,
 }

@@ -206,10 +206,12 @@ fn parameter_of(
 }
 
 impl Norm for BoundRowNorm {
+    /// Returns N(x), computed by row kernels.
     fn forward(&self, x: &Tensor, _: &RowContext) -> Result<Tensor> {
         self.call(x)
     }
 
+    /// Returns the norm itself, whose parameters kernels can read as they are.
     fn row(&self) -> Result<Option<StepNorm<'_>>> {
         Ok(Some(StepNorm::Borrowed(self)))
     }
@@ -223,10 +225,12 @@ struct TransformedRowNorm {
 }
 
 impl Norm for TransformedRowNorm {
+    /// Returns N(x), computed by row kernels from the parameters' current values factor·(offset + p).
     fn forward(&self, x: &Tensor, _: &RowContext) -> Result<Tensor> {
         self.affine.bind(self.operator, self.eps)?.call(x)
     }
 
+    /// Returns row kernels bound to the parameters' current values factor·(offset + p).
     fn row(&self) -> Result<Option<StepNorm<'_>>> {
         Ok(Some(StepNorm::Owned(self.affine.bind(self.operator, self.eps)?)))
     }
@@ -240,6 +244,7 @@ struct BuiltComposedNorm {
 }
 
 impl Norm for BuiltComposedNorm {
+    /// Returns weight⊙x̂ + bias, in which a formula of PyTorch's operations computes x̂ from x.
     fn forward(&self, x: &Tensor, _: &RowContext) -> Result<Tensor> {
         let [weight, bias] = self.affine.values()?;
         composed::apply(self.x_hat, x, &self.affine.numbers()?, (weight.as_ref(), bias.as_ref()), &self.given)
@@ -254,6 +259,7 @@ struct BuiltWholeNorm {
 }
 
 impl Norm for BuiltWholeNorm {
+    /// Returns y, which a formula of PyTorch's operations computes from x and all parameters.
     fn forward(&self, x: &Tensor, _: &RowContext) -> Result<Tensor> {
         composed::whole(self.y, x, &values_of(&self.parameters)?, &self.given)
     }
@@ -268,6 +274,7 @@ struct BuiltCompositeNorm {
 }
 
 impl Norm for BuiltCompositeNorm {
+    /// Returns N(x), computed by the norm's own operator.
     fn forward(&self, x: &Tensor, _: &RowContext) -> Result<Tensor> {
         let [weight, _] = self.affine.values()?;
         operator::own_norm(self.own, x, weight.as_ref(), &self.given)
@@ -289,6 +296,7 @@ struct BuiltOwnNorm {
 }
 
 impl Norm for BuiltOwnNorm {
+    /// Returns y, which a user's function computes from x and the parameters that the norm's options leave in.
     fn forward(&self, x: &Tensor, _: &RowContext) -> Result<Tensor> {
         let values: Vec<Tensor> = values_of(&self.parameters)?.into_iter().flatten().collect();
         operator::norm_of_ones_own(self.own, x, &values)

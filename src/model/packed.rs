@@ -95,7 +95,7 @@ impl Packed {
             })
             .collect();
         let padded = Packed::of(&rows.iter().map(Vec::as_slice).collect::<Vec<_>>())?;
-        // 1 at real tokens, 0 at padding.
+        // `real` is 1 at real tokens and 0 at padding.
         let real: Vec<f32> =
             self.lengths.iter().flat_map(|len| (0..longest as i64).map(move |i| f32::from(i < *len))).collect();
         let real = Tensor::f_from_slice(&real)?;

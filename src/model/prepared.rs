@@ -22,6 +22,7 @@ struct KeptWeight {
 }
 
 impl std::fmt::Debug for PreparedWeights {
+    /// Writes only the type's name, because the weights are too long to print.
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         f.write_str("PreparedWeights")
     }

@@ -226,12 +226,13 @@ impl Places {
             .flat_map(|&[start, len]| (0..longest).map(move |i| start + if i < len { i } else { 0 }))
             .collect();
         let (mut places, mut absent, mut copies) = (vec![0; row_count as usize], vec![true; row_count as usize], 0);
-        for (s, &[start, len]) in (0..).zip(ranges) {
+        // Place i of a sentence has the number sentence·longest + i.
+        for (sentence, &[start, len]) in (0..).zip(ranges) {
             for i in 0..len {
-                places[(start + i) as usize] = s * longest + i;
+                places[(start + i) as usize] = sentence * longest + i;
                 absent[(start + i) as usize] = false;
             }
-            copies += len;
+            copies += len; // the number of places with real rows
         }
         // If sentences share rows, these rows have several places, so no list can give the place of each row.
         if copies > absent.iter().filter(|absent| !**absent).count() as i64 {
@@ -260,6 +261,7 @@ impl Places {
 }
 
 impl HostBatch for Padded {
+    /// Returns the tensors that move to a device.
     fn tensors(&mut self) -> Vec<&mut Tensor> {
         let Padded { queries, keys, real, gaps, .. } = self;
         queries.tensors().into_iter().chain(keys.tensors()).chain([real, gaps]).collect()
@@ -275,7 +277,7 @@ impl Padded {
         const Q_LEN: usize = 1;
         const K_LEN: usize = 3;
         let mut ranges: Vec<[i64; 4]> = table.chunks_exact(4).map(|r| [r[0], r[1], r[2], r[3]]).collect();
-        // `None` unless each sentence's queries begin where those before it end.
+        // `in_order` is `None` unless each sentence's queries begin where those before it end.
         let in_order = ranges.iter().try_fold(0, |end, [start, len, ..]| (*start == end).then_some(end + len));
         let longest = |column: usize| ranges.iter().map(|r| r[column]).max().unwrap_or(0);
         let (q_len, k_len) = shapes.map_or((longest(Q_LEN), longest(K_LEN)), |(q, k)| (q.longest, k.longest));
@@ -387,7 +389,8 @@ impl Padded {
         extras: &Extras,
         dropout: Option<(f64, &Tensor, i64)>,
     ) -> Result<Tensor> {
-        // True where a query must not attend to a key. A causal mask also hides padding keys, which come last.
+        // `hidden` is true where a query must not attend to a key. A causal mask also hides padding keys, which come
+        // last.
         let hidden = match causal {
             true => {
                 self.real.f_new_ones([self.q_len, self.k_len].as_slice(), (Kind::Bool, scores.device()))?.f_triu(1)?

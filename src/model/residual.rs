@@ -37,6 +37,7 @@ struct NamedNorm {
 }
 
 impl Norm for NamedNorm {
+    /// Returns N(x), and shows it to the watch if there is one.
     fn forward(&self, x: &Tensor, rows: &RowContext) -> Result<Tensor> {
         let y = self.norm.forward(x, rows)?;
         if let Some(watch) = rows.watch {
@@ -45,6 +46,7 @@ impl Norm for NamedNorm {
         Ok(y)
     }
 
+    /// Returns the row kernels of the norm, if it has some.
     fn row(&self) -> Result<Option<StepNorm<'_>>> {
         self.norm.row()
     }
@@ -267,6 +269,7 @@ impl BuiltChanges {
         self.0.iter().try_fold(x, |x, change| change.apply(&x, &ctx.rows()))
     }
 
+    /// True if there are no changes at this place.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -373,7 +376,9 @@ impl BuiltEnds {
     pub fn finish(&self, mut x: Tensor, streams: Vec<Tensor>, ctx: &Context) -> Result<Tensor> {
         if let Some(mixing) = &self.mixing {
             let all: Vec<&Tensor> = [&x].into_iter().chain(&streams).collect();
-            x = mixing.read(&all, ctx.watch(), ctx.has_flat())?.0;
+            let is_training = ctx.has_flat(); // only training loops on a CPU have flat buffers
+            let (output, _) = mixing.read(&all, ctx.watch(), is_training)?; // at the end, nothing is written
+            x = output;
         }
         for (norm, s) in self.streams.iter().zip(streams) {
             x = match norm {
@@ -441,7 +446,8 @@ impl BuiltCombine {
         let normed = |x: Tensor| norm.map_or_else(|| Ok(x.shallow_clone()), |norm| norm.forward(&x, &ctx.rows()));
         outputs.push(if self.on_sums { y } else { normed(y)? });
         if self.skips_first && row == 0 {
-            // The first input is a view of the embedding, as in `BuiltEnds::begin`.
+            // The first input is a view of the embedding. So autograd sums the embedding's gradients in the same order
+            // whether or not layers run again for their gradients.
             return Ok(outputs[0].f_view_as(&outputs[0])?);
         }
         // The matrix is lower-triangular: this row has as many weights as there are outputs.

@@ -97,7 +97,7 @@ impl Norm for BuiltColumnNorm {
         let scaled = if self.groups > 0 { group_scaling(x, self.groups)? } else { x.shallow_clone() };
         // A norm's address identifies it in the map of statistics.
         let key = std::ptr::from_ref(self) as usize;
-        // The statistics that the first run used, if this is a recomputation.
+        // `used` holds the statistics that the first run used, if this is a recomputation.
         let used = rows
             .statistics
             .filter(|_| rows.is_recompute)
@@ -213,7 +213,7 @@ impl Norm for BuiltBlendedNorm {
         };
         let x_real = real(&wide)?;
         let fade = self.fade.as_ref().filter(|_| rows.train);
-        // The mask of the rows that the statistics leave out; `None` if they leave out just the padding.
+        // `hidden` is true at the rows that the statistics leave out; `None` if they leave out just the padding.
         let hidden = fade.map(|fade| fade.hidden(&wide, rows.pad_mask)).transpose()?.flatten();
         let blended =
             self.columns.forward(&wide, &RowContext { pad_mask: hidden.as_ref().or(rows.pad_mask), ..*rows })?;
@@ -243,7 +243,7 @@ impl Fade {
 
     /// Returns λ·R(x) + (1−λ)·y, where R is the row norm and λ falls from 1 to 0 over the updates.
     fn mix(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
-        // 1 − λ, which is 0 up to update w + 1 and then grows. The growth is the same in all layers.
+        // `grown` is 1 − λ, which is 0 up to update w + 1 and then grows. The growth is the same in all layers.
         let layer = 0;
         let grown = self.growth.alpha(&self.t.f_sub_scalar(self.warm + 1)?, layer, x.kind())?;
         let bias = self.bias.as_ref().map(BuiltParameter::value).transpose()?;

@@ -60,6 +60,7 @@ impl SinkAttention {
 }
 
 impl Differentiable for SinkAttention {
+    /// Returns true: the backward pass needs Q, K, V and the sinks.
     fn saves_inputs(&self) -> bool {
         true
     }

@@ -51,6 +51,7 @@ impl StackedAttention {
 }
 
 impl Differentiable for StackedAttention {
+    /// Returns true: the backward pass needs Q, K and V.
     fn saves_inputs(&self) -> bool {
         true
     }

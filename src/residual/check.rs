@@ -86,7 +86,7 @@ impl Walk<'_> {
             let widths = place.widths(*point).ok_or_else(|| format!("it has no point {point:?}"))?;
             let path = place.sublayer.path();
             // In decoding, a cross-attention's keys and values are made once, before the steps in which other layers
-            // keep and mix tensors. So neither change is possible there. Changes of its queries are refused, too.
+            // keep and mix tensors. So nothing can be kept or mixed there, nor at its queries.
             let is_qkv_of_cross_attention = place.sublayer == Sublayer::CrossAttention && point.is_before_products();
             if is_qkv_of_cross_attention && matches!(change, Change::Keep(_) | Change::Mix { .. }) {
                 return Err(
@@ -393,7 +393,8 @@ impl Walk<'_> {
             ));
         }
         self.parameters.insert(name.clone(), parameter.clone());
-        // The number of initial values, and the numbers that must be finite.
+        // `count` is the number of initial values, and `values` holds the numbers that must be finite. One value for
+        // all elements always has the right count.
         let (count, values) = match value {
             FirstValue::All(value) => (shape.iter().product::<i64>(), std::slice::from_ref(value)),
             FirstValue::Each(values) => (values.len() as i64, values.as_slice()),

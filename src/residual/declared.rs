@@ -384,10 +384,10 @@ impl Change {
     }
 }
 
-/// Makes a list that holds only this norm, as most places need.
 impl From<NormAt> for Vec<Change> {
-    fn from(at: NormAt) -> Self {
-        vec![Change::Norm(at)]
+    /// Returns a list that holds only this norm, as most places need.
+    fn from(norm: NormAt) -> Self {
+        vec![Change::Norm(norm)]
     }
 }
 

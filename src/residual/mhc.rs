@@ -145,7 +145,7 @@ fn connection(place: &LayerContext, is_end: bool, name: impl Fn(&str) -> String)
             let written = if is_end { 0 } else { n as usize };
             let bias = [vec![even; n as usize], vec![0.0; written]].concat();
             let scales = if is_end { 1 } else { 2 }; // one for p alone, or for each of p and g
-            let iterations = 0; // R = I
+            let iterations = 0; // R = I, so streams are not mixed
             joint(scales, bias, |name, shape| Learned::normal(name, shape, STD), iterations)
         }
         (MhcMixing::Channel, is_end) => {

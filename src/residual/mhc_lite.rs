@@ -41,11 +41,13 @@ fn check_streams(name: &str, value: i64) -> Result<()> {
 /// hardly mixes them.
 fn around(place: &LayerContext) -> ResidualSpec {
     let (n, d) = (place.options.get(&STREAMS), place.model.d_model);
-    let own = place.number() % n; // the stream that this sublayer mainly reads and writes
-    let gates = (0..n).chain(0..n).map(|i| if i == own { 1.0 } else { ASIDE });
+    // The index of the stream that this sublayer mainly reads and writes.
+    let own = place.number() % n;
+    // The biases of the read gates p, of the write gates g, and of the permutations' scores.
+    let p_and_g = (0..n).chain(0..n).map(|i| if i == own { 1.0 } else { ASIDE });
     // In lexicographic order, the identity is permutation 0.
     let permutations = (0..Gates::permutations(n)).map(|i| if i == 0 { 0.0 } else { APART });
-    let bias: Vec<f64> = gates.chain(permutations).collect();
+    let bias: Vec<f64> = p_and_g.chain(permutations).collect();
     let rows = bias.len() as i64;
     let gates = Gates::Permuted {
         gain: Learned::new(place.numbered("hyper_gain"), &[n * d], 1.0),

@@ -85,7 +85,7 @@ pub enum Gates {
         scale: Learned,
         /// b, with as many numbers as φ has rows.
         bias: Learned,
-        /// The factor c, which bounds g.
+        /// The factor c of the write gates g, which is also their upper bound.
         magnitude: f64,
         /// How often R's columns are normalised; 0 means that R = I, and that ε is added to g.
         iterations: i64,
@@ -121,7 +121,7 @@ pub enum Gates {
         up: Learned,
         /// W, of shape (n, n·d); `None` at a stack's end.
         write: Option<Learned>,
-        /// The factor c, which bounds g.
+        /// The factor c of the write gates g, which is also their upper bound.
         magnitude: f64,
     },
     /// p_i = c for every stream, at a stack's end.

@@ -32,6 +32,7 @@ pub enum SchemeRef {
 }
 
 impl SchemeRef {
+    /// Returns the name by which a configuration refers to the scheme.
     pub fn name(&self) -> &str {
         match self {
             SchemeRef::Table(scheme) => scheme.name,
@@ -133,7 +134,7 @@ impl SchemeRef {
 }
 
 impl PartialEq for SchemeRef {
-    // Built-in schemes hold functions, which cannot be compared; their names are unique.
+    /// Compares built-in schemes by their unique names, because they hold functions, which cannot be compared.
     fn eq(&self, other: &Self) -> bool {
         match (self, other) {
             (SchemeRef::Table(left), SchemeRef::Table(right)) => left.name == right.name,
@@ -144,6 +145,7 @@ impl PartialEq for SchemeRef {
 }
 
 impl fmt::Debug for SchemeRef {
+    /// Writes the scheme's name.
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.write_str(self.name())
     }
@@ -209,6 +211,7 @@ impl Schemes {
             return Err(wrong(format!("the last scheme has the layers that are left, so write {name} alone")));
         }
         let mut schemes = Schemes::of(SchemeRef::Table(find(last)?));
+        // Without a comma `first` is empty, and has no parts.
         for part in first.split(',').filter(|_| !first.is_empty()) {
             let (name, share) = part.split_once('*').unwrap_or((part, "")); // an empty share is refused
             let scheme = find(name)?;
@@ -261,6 +264,7 @@ impl Schemes {
         let sublayers = place.each().map(|place| {
             let around = scheme.around(&place);
             let (around, scale) = match place.model.scaled.unit {
+                // u-μP sets both gains, and leaves no factor to multiply F(x) by.
                 Some(unit) => (around.with_gains(unit.gains(place.number())), 1.0),
                 None => around.times(place.model.scaled.branch(place.layers())),
             };

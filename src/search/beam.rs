@@ -119,7 +119,7 @@ impl<'a> Beam<'a> {
     /// Returns the `n_best` best hypotheses, best first.
     pub fn finish(mut self) -> Result<Vec<Hypothesis>> {
         let mut ranked: Vec<Hypothesis> = match self.config.rule {
-            // These are sorted already.
+            // `advance_google` has sorted the hypotheses already.
             SearchRule::Google => self.hypotheses.into_iter().map(|partial| partial.hypothesis).collect(),
             SearchRule::Fairseq => {
                 // The search ends with the `beam`-th final hypothesis; later ones of the same step do not count.

@@ -282,7 +282,8 @@ impl<'a> Reader<'a> {
         if unread.is_empty() {
             return Ok(Vec::new());
         }
-        // The distinct windows, the index of each in this list, and the index of each text's window.
+        // `windows` holds the distinct windows, and `indices` the index of each in this list. `index_of_text` holds the
+        // index of each text's window.
         let (mut windows, mut indices): (Vec<&[i64]>, HashMap<&[i64], i64>) = (Vec::new(), HashMap::new());
         let mut index_of_text: Vec<i64> = Vec::with_capacity(unread.len());
         for &number in unread {
