@@ -21,7 +21,8 @@ pub struct LossViews {
     pub ignore_index: i64,
 }
 
-/// The losses of the rows; `lse` (two numbers per row) is absent if no backward pass follows.
+/// The losses of the rows. `lse` has two numbers per row, and is absent for [`in_place`], after which no backward pass
+/// follows.
 pub struct Losses {
     pub loss: View,
     pub nll: View,
