@@ -175,8 +175,9 @@ impl Attention {
         ctx.seed.as_ref().filter(|_| p > 0.0).map(|seed| (p, seed, site))
     }
 
-    /// Computes attention from the queries of x (rows, d) to the keys and values that [`memory`](Self::memory) has
-    /// returned.
+    /// Computes attention from the queries of x (rows, d) to the keys and values in `memory`, which
+    /// [`memory`](Self::memory) has returned. `ranges` says which rows of both belong to one sentence, and `inside`
+    /// holds the residual scheme's changes inside the sublayer.
     pub fn attend_memory(
         &self,
         x: &Tensor,
@@ -213,7 +214,8 @@ impl Attention {
         Ok((x, q))
     }
 
-    /// Returns the keys and values of `memory`, the encoder output.
+    /// Returns the keys and values, (rows, kv_width), of `memory`, the encoder output (rows, d). `inside` holds the
+    /// residual scheme's changes inside the sublayer.
     pub fn memory(&self, memory: &Tensor, inside: &Inside, ctx: &Context) -> Result<(Tensor, Tensor)> {
         // In the stacked matrix, the rows of keys and values follow the d rows of queries.
         let [k, v] = parts(self.project(memory, self.d, 2 * self.kv_width, ctx)?, [self.kv_width; 2])?;
@@ -381,12 +383,13 @@ impl Attention {
         }
         let (shared, width) = (self.heads / self.kv_heads, self.d / self.heads); // query heads per key head, d_head
         let by_head = x.f_reshape([-1, self.kv_heads, 1, width].as_slice())?;
-        let repeated = by_head.f_expand([-1, -1, shared, -1].as_slice(), false)?;
+        let implicit = false; // an internal flag of PyTorch's
+        let repeated = by_head.f_expand([-1, -1, shared, -1].as_slice(), implicit)?;
         Ok(repeated.f_reshape([-1, self.d].as_slice())?)
     }
 
-    /// Computes attention without a causal mask and without dropout. Query heads that share keys and values become
-    /// rows of one head, so that keys and values are not repeated.
+    /// Computes attention without a causal mask and without dropout, (rows, d). Query heads that share keys and values
+    /// become rows of one head, so that keys and values are not repeated. `table` holds a range for each sentence.
     fn among_groups(&self, [q, k, v]: [&Tensor; 3], table: &Tensor) -> Result<Tensor> {
         let (shared, width) = (self.heads / self.kv_heads, self.d / self.heads); // query heads per key head, d_head
         let rows = q.f_reshape([-1, self.kv_heads, shared, width].as_slice())?.f_transpose(1, 2)?;
@@ -398,6 +401,7 @@ impl Attention {
         let table = table.f_mul(&factors)?;
         let (causal, p, seed, site) = (false, 0.0, None, 0); // no mask and no dropout
         let heads = operator::attention(&rows, k, v, &table, self.kv_heads, causal, self.scale, p, seed, site)?;
+        // The heads of each query, which are in several rows, come back into one row.
         let heads = heads.f_reshape([-1, shared, self.kv_heads, width].as_slice())?.f_transpose(1, 2)?;
         Ok(heads.f_reshape([-1, self.d].as_slice())?)
     }

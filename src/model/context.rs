@@ -182,12 +182,12 @@ impl Context {
         Context { spare: side.spare.as_ref().map(Tensor::shallow_clone), tokens, ..self.clone() }
     }
 
-    /// Returns the rows' tokens, int64 (rows).
+    /// Returns the rows' tokens, int64 (rows); errors in a pass without tokens.
     pub fn tokens(&self) -> Result<&Tensor> {
         self.tokens.as_ref().map(|(tokens, _)| tokens).ok_or_else(no_tokens)
     }
 
-    /// Returns the rows' positions in their sentences, int64 (rows).
+    /// Returns the rows' positions in their sentences, int64 (rows); errors in a pass without tokens.
     pub fn positions(&self) -> Result<&Tensor> {
         self.tokens.as_ref().map(|(_, positions)| positions).ok_or_else(no_tokens)
     }

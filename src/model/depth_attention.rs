@@ -83,8 +83,9 @@ fn composed(outputs: &[&Tensor], u: &Tensor, is_normed: bool) -> Result<[Tensor;
     // Each output has scores ⟨u, v/RMS(v)⟩ and a scale 1/RMS(v).
     let scores_and_scales = outputs.iter().map(|v| {
         let v = accumulate(v)?;
-        let mean = v.f_square()?.f_mean_dim([-1i64].as_slice(), true, None::<Kind>)?;
-        let scale = mean.f_add_scalar(EPS)?.f_rsqrt()?;
+        let keepdim = true;
+        let mean_square = v.f_square()?.f_mean_dim([-1i64].as_slice(), keepdim, None::<Kind>)?;
+        let scale = mean_square.f_add_scalar(EPS)?.f_rsqrt()?;
         Ok((v.f_linear::<&Tensor>(u, None)?.f_mul(&scale)?, scale)) // (…, queries), (…, 1)
     });
     let (scores, scales): (Vec<_>, Vec<_>) = scores_and_scales.collect::<Result<Vec<_>>>()?.into_iter().unzip();

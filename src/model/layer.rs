@@ -241,6 +241,7 @@ fn profile(
     let mut omega = omega.shallow_clone();
     omega.f_copy_(&r.f_expand_as(&omega)?)?;
     let dropped = operator::dropout(f.shallow_clone(), p, seed, site)?;
-    let variance = |t: &Tensor| t.f_to_kind(r.kind())?.f_var(false);
+    let unbiased = false; // divide by the number of elements
+    let variance = |t: &Tensor| t.f_to_kind(r.kind())?.f_var(unbiased);
     Ok(variance(&x.f_mul(&omega)?)?.f_add(&variance(&dropped)?)?.f_sqrt()?)
 }

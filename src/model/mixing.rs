@@ -65,7 +65,8 @@ impl BuiltMixing {
             Mixing::Hyper(hyper) => {
                 let mut shape = x.size();
                 shape.insert(shape.len() - 1, hyper.streams);
-                Ok(x.f_unsqueeze(-2)?.f_expand(shape, false)?)
+                let implicit = false; // an internal flag of PyTorch's
+                Ok(x.f_unsqueeze(-2)?.f_expand(shape, implicit)?)
             }
             Mixing::Depth(_) => Ok(x),
         }
@@ -97,7 +98,8 @@ impl BuiltMixing {
                 }
                 (Gates::Sum(c), _) => {
                     // x = c·Σ_i H_i, at a stack's end, where nothing is written.
-                    let sum = accumulate(tensors[0])?.f_sum_dim_intlist([-2i64].as_slice(), false, None::<Kind>)?;
+                    let keepdim = false;
+                    let sum = accumulate(tensors[0])?.f_sum_dim_intlist([-2i64].as_slice(), keepdim, None::<Kind>)?;
                     Ok((sum.f_mul_scalar(*c)?.f_to_kind(tensors[0].kind())?, None))
                 }
                 _ => unreachable!("`parameters` names them all"),
@@ -160,9 +162,10 @@ impl BuiltMixing {
 
     /// Returns one tensor for diagnostics: the mean over the streams of H, or over v_0, v_1, …
     pub fn seen(&self, tensors: &[&Tensor]) -> Result<Tensor> {
+        let keepdim = false;
         match &self.declared {
-            Mixing::Hyper(_) => Ok(tensors[0].f_mean_dim([-2i64].as_slice(), false, None)?),
-            Mixing::Depth(_) => Ok(Tensor::f_stack(tensors, 0)?.f_mean_dim([0i64].as_slice(), false, None)?),
+            Mixing::Hyper(_) => Ok(tensors[0].f_mean_dim([-2i64].as_slice(), keepdim, None)?),
+            Mixing::Depth(_) => Ok(Tensor::f_stack(tensors, 0)?.f_mean_dim([0i64].as_slice(), keepdim, None)?),
         }
     }
 }
@@ -304,17 +307,20 @@ fn each(streams: &Tensor, bias: &Tensor, dynamic: &[&Tensor], note: impl Fn(&Ten
     let [.., n, d] = size[..] else { unreachable!("streams are (…, n, d)") };
     let h = accumulate(streams)?;
     let cast = |t: &Tensor| t.f_to_kind(h.kind());
+    let implicit = false; // an internal flag of PyTorch's `expand`
     let mut rows = cast(bias)?.f_view([n, n + 2])?; // row i is p_i, R_i1 to R_in, g_i
     if let [gain, shift, weight, scale] = dynamic {
-        let normed = h.f_layer_norm([d], Some(cast(gain)?), Some(cast(shift)?), LAYER_NORM_EPS, false)?;
+        let cudnn_enable = false;
+        let normed = h.f_layer_norm([d], Some(cast(gain)?), Some(cast(shift)?), LAYER_NORM_EPS, cudnn_enable)?;
         let scores = normed.f_linear::<&Tensor>(&cast(weight)?, None)?;
         note(&scores)?;
         let change = scores.f_tanh()?; // (…, n, n + 2)
         let scale = cast(scale)?; // its first number is for p and R, its second for g
-        let scale = Tensor::f_cat(&[scale.f_narrow(0, 0, 1)?.f_expand([n + 1], false)?, scale.f_narrow(0, 1, 1)?], 0)?;
+        let for_p_and_r = scale.f_narrow(0, 0, 1)?.f_expand([n + 1], implicit)?;
+        let scale = Tensor::f_cat(&[for_p_and_r, scale.f_narrow(0, 1, 1)?], 0)?;
         rows = rows.f_add(&change.f_mul(&scale)?)?;
     }
-    let rows = rows.f_expand([&size[..size.len() - 2], &[n, n + 2]].concat(), false)?;
+    let rows = rows.f_expand([&size[..size.len() - 2], &[n, n + 2]].concat(), implicit)?;
     let (p, r, g) = (rows.f_narrow(-1, 0, 1)?, rows.f_narrow(-1, 1, n)?, rows.f_narrow(-1, n + 1, 1)?);
     let x = weighted_stream(streams, &p.f_transpose(-2, -1)?)?;
     let weights = mixed(&r, &g)?;
@@ -343,7 +349,8 @@ fn by_channel(
     note(&scores)?;
     let read_gates = scores.f_sigmoid()?;
     let parts = read_gates.f_mul(&normed)?.f_unflatten(-1, [n, -1].as_slice())?;
-    let x = parts.f_mean_dim([-2i64].as_slice(), false, None::<Kind>)?.f_to_kind(streams.kind())?;
+    let keepdim = false;
+    let x = parts.f_mean_dim([-2i64].as_slice(), keepdim, None::<Kind>)?.f_to_kind(streams.kind())?;
     let Some(write) = write else { return Ok((x, None)) };
     let gates = product(write)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_unsqueeze(-1)?.f_to_kind(streams.kind())?;
     Ok((x, Some(PendingWrite { streams: streams.shallow_clone(), weights: WriteWeights::Gated(gates) })))

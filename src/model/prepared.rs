@@ -62,7 +62,8 @@ impl PreparedWeights {
 }
 
 impl PreparedWeight {
-    /// Prepares W (n, k) and b (n). On the CPU, f32 and f64 weights are packed for this package's product.
+    /// Prepares W (outputs, inputs) and b (outputs) for products of the type `kind`. On the CPU, f32 and f64 weights
+    /// are packed for this package's product.
     pub fn new(weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Self> {
         let cast = |t: &Tensor| t.f_detach()?.f_to_kind(kind)?.f_contiguous();
         let (weight, bias) = (cast(weight)?, bias.map(cast).transpose()?);

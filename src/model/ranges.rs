@@ -79,8 +79,9 @@ impl Ranges {
         self.each_product(qk, heads, causal, |products, seen| {
             let products = products.f_masked_fill(&seen.f_logical_not()?, f64::NEG_INFINITY)?;
             // Products are (…, heads, queries, keys), so this is the largest per sentence and head.
-            let by_sentence = products.f_amax([-2i64, -1].as_slice(), false)?.f_reshape([-1, heads].as_slice())?;
-            largest = largest.f_maximum(&by_sentence.f_amax([0i64].as_slice(), false)?)?;
+            let keepdim = false;
+            let by_sentence = products.f_amax([-2i64, -1].as_slice(), keepdim)?.f_reshape([-1, heads].as_slice())?;
+            largest = largest.f_maximum(&by_sentence.f_amax([0i64].as_slice(), keepdim)?)?;
             Ok(())
         })?;
         Ok(largest)

@@ -234,7 +234,8 @@ impl Fade {
             return Ok(None);
         }
         let size = x.size();
-        let warming = self.t.f_le(self.warm)?.f_expand(&size[..size.len() - 1], false)?;
+        let implicit = false; // an internal flag of PyTorch's `expand`
+        let warming = self.t.f_le(self.warm)?.f_expand(&size[..size.len() - 1], implicit)?;
         Ok(Some(match pad_mask {
             Some(mask) => mask.f_logical_or(&warming)?,
             None => warming.f_contiguous()?,

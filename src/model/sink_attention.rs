@@ -96,8 +96,10 @@ impl Differentiable for SinkAttention {
         let (dout_view, lse_view) = (view(&dout)?, view(&lse_with_sinks)?);
         backward(&self.views([q, k, v])?, &dout_view, &lse_view, Some(&view(&share)?), &gradient_views)?;
         let products = self.heads(&dout, lse.kind())?.f_mul(&self.heads(out, lse.kind())?)?;
-        let dots = products.f_sum_dim_intlist([-1i64].as_slice(), false, None::<Kind>)?; // ⟨dO, O⟩, (rows, heads)
-        let dsinks = dots.f_mul(&sink_share)?.f_sum_dim_intlist([0i64].as_slice(), false, None::<Kind>)?.f_neg()?;
+        // db = −Σ (1 − s)·⟨dO, O⟩ over the rows.
+        let keepdim = false;
+        let dots = products.f_sum_dim_intlist([-1i64].as_slice(), keepdim, None::<Kind>)?; // ⟨dO, O⟩, (rows, heads)
+        let dsinks = dots.f_mul(&sink_share)?.f_sum_dim_intlist([0i64].as_slice(), keepdim, None::<Kind>)?.f_neg()?;
         Ok([dq, dk, dv, dsinks.f_to_kind(sinks.kind())?].map(Some).into())
     }
 }

@@ -222,7 +222,7 @@ impl Stack {
         cache.layers.resize_with(self.body.layers.len(), || None);
         let first_row = cache.length; // of the first slot's token; the other tokens follow
         let x = self.enter(x, ctx, |x| {
-            let before = cache.last_embeddings(x)?;
+            let before = cache.last_embeddings(x)?; // those of each slot's previous token, for smear
             cache.write_embeddings(x, first_row, WrittenRows::ROOM_OF_STEP)?;
             Ok(before)
         })?;
@@ -234,6 +234,7 @@ impl Stack {
                 (Attends::Memory(attention), Some((memory, reads))) => {
                     attention.read_memory(input, &memory[index], reads, inside, ctx)
                 }
+                // A stack without memory has no cross-attention, so this is self-attention.
                 (Attends::Itself(attention) | Attends::Memory(attention), _) => {
                     attention.step(input, layer_cache, first_row, reads, inside, ctx)
                 }
@@ -350,7 +351,8 @@ impl Stack {
         // that the layer keeps for later layers, then those of the streams that the layer changes.
         let run_layer = {
             // Both runs begin at the dropout site of `start`, so that they draw the same masks.
-            let (body, sites, start) = (self.body.clone(), sites.clone(), ctx.fork(false));
+            let is_recompute = false;
+            let (body, sites, start) = (self.body.clone(), sites.clone(), ctx.fork(is_recompute));
             // The closure must own all that it reads, because the backward pass calls it later.
             let (own, across) = (own.shallow_clone(), memory.map(|(_, ranges)| ranges.shallow_clone()));
             let (others, alpha_t) = (streams.others.len(), clone(&streams.alpha_t));
@@ -449,6 +451,7 @@ fn whole<'a>(
             let memory = attention.memory(memory, inside, ctx)?;
             attention.attend_memory(input, &memory, ranges, inside, ctx)
         }
+        // A stack without memory has no cross-attention, so this is self-attention.
         (Attends::Itself(attention) | Attends::Memory(attention), _) => {
             attention.attend(input, own, causal, inside, ctx)
         }

@@ -83,6 +83,7 @@ impl Transformer {
         let device = self.device();
         let source = batch.source.as_ref().map(Packed::with_padding).transpose()?;
         let padded = Sentences::new(source, batch.target.with_padding()?, device)?.to(device)?;
+        // A profiling pass sets the gains while it runs; its output is not needed.
         tch::no_grad(|| self.features(&padded, &ctx.profiling()).map(drop))
     }
 

@@ -25,6 +25,7 @@ fn layer(_: &LayerContext) -> Vec<Change> {
 fn around(place: &LayerContext) -> ResidualSpec {
     let is_last_of_layer = place.index + 1 == place.sublayers;
     match is_last_of_layer {
+        // x₀ + x takes the place of x in the sum; a gain of 1 multiplies each of the two.
         true => ResidualSpec {
             skip: vec![Change::Mix { name: INPUT.into(), own: Gain::One, kept: Gain::One }],
             ..(POSTNORM.around)(place)

@@ -82,7 +82,7 @@ struct PartialText {
     /// The result so far.
     generation: Generation,
     /// The number of EOS tokens among the new tokens.
-    ends: usize,
+    eos_count: usize,
     /// True if the text has all its tokens.
     is_over: bool,
 }
@@ -97,7 +97,7 @@ impl PartialText {
             random: Random::new(config.seed, digest(prompt.tokens), prompt.sample, Purpose::NextToken),
             tokens,
             generation: Generation::default(),
-            ends: 0,
+            eos_count: 0,
             is_over: false,
         }
     }
@@ -112,8 +112,8 @@ impl PartialText {
         self.generation.log_probability += logits[token] - largest - total.ln();
         self.generation.tokens.push(id);
         self.tokens.push(id);
-        self.ends += usize::from(id == EOS);
-        self.generation.finished = config.sentences > 0 && self.ends == config.sentences;
+        self.eos_count += usize::from(id == EOS);
+        self.generation.finished = config.sentences > 0 && self.eos_count == config.sentences;
         self.is_over = self.generation.finished || self.generation.tokens.len() == config.max_length;
         id
     }
