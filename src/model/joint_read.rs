@@ -57,7 +57,8 @@ fn composed(streams: &Tensor, [weight, scale, bias]: [&Tensor; 3], divisor: Divi
     // The logits of p come from m₀, the first n numbers of m.
     let logits = mixes.f_narrow(-1, 0, bias.size1()?)?.f_mul(scale)?.f_add(bias)?;
     let p = logits.f_sigmoid()?.f_add_scalar(eps)?;
-    let x = mix_streams(streams, &p.f_unsqueeze(-2)?, None)?.f_squeeze_dim(-2)?;
+    let added = None; // the sum alone, without a sublayer output
+    let x = mix_streams(streams, &p.f_unsqueeze(-2)?, added)?.f_squeeze_dim(-2)?;
     Ok(JointRead { streams: streams.shallow_clone(), x, mixes })
 }
 

@@ -247,7 +247,8 @@ fn joint(
 
 /// Returns x = Σ_i p_i H_i, (…, d), for streams H (…, n, d); p is (…, 1, n).
 fn weighted_stream(streams: &Tensor, p: &Tensor) -> Result<Tensor> {
-    Ok(mix_streams(streams, p, None)?.f_squeeze_dim(-2)?)
+    let added = None; // the sum alone, without a sublayer output
+    Ok(mix_streams(streams, p, added)?.f_squeeze_dim(-2)?)
 }
 
 /// Returns the weights (Rᵀ, g) of a write, (…, n, n + 1); R is (…, n, n) and g is (…, n, 1).
@@ -269,7 +270,8 @@ fn permuted(
     // streams.
     let gain = gain.f_to_kind(accumulation(streams.kind()))?.f_mul_scalar((gain.size1()? as f64).sqrt())?;
     let weight = weight.f_to_kind(accumulation(streams.kind()))?.f_mul(&gain)?;
-    let scores = Scores::read(streams, [&weight, scale, bias], Divisor::Norm(LEAST_NORM), 0.0, is_training)?;
+    let eps = 0.0; // nothing is added to p
+    let scores = Scores::read(streams, [&weight, scale, bias], Divisor::Norm(LEAST_NORM), eps, is_training)?;
     note(&scores.read.mixes)?;
     // m and b have n numbers for p, then n for g, then n! for the weights of the permutations.
     let (g_start, r_start) = (n, 2 * n);

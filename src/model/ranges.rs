@@ -52,12 +52,12 @@ impl Ranges {
     /// follows the sentence, attends to all real tokens. The ranges are on the host, in the form that `device` needs.
     pub fn causal(sentences: &Packed, device: Device) -> Result<Self> {
         let mut table = Vec::new();
-        for (ends, &real) in sentences.offsets.windows(2).zip(&sentences.lengths) {
+        for (ends, &real_len) in sentences.offsets.windows(2).zip(&sentences.lengths) {
             let (start, end) = (ends[0], ends[1]);
             // Each range is (q_start, q_len, k_start, k_len). A range's last query reads all its keys, so each row of
             // padding has a range of its own.
-            table.extend([start, real, start, real]);
-            table.extend((start + real..end).flat_map(|padding| [padding, 1, start, real]));
+            table.extend([start, real_len, start, real_len]);
+            table.extend((start + real_len..end).flat_map(|padding| [padding, 1, start, real_len]));
         }
         let (rows, is_causal) = (sentences.rows(), true);
         Ranges::fitting(&table, [rows, rows], sentences.padded_shape.zip(sentences.padded_shape), is_causal, device)
@@ -344,7 +344,8 @@ impl Padded {
 
     /// Computes drop(softmax(scale·QKᵀ))V per sentence and head. Inputs and result are packed rows (rows, d).
     /// `causal` needs as many queries as keys in each sentence. `dropout` is (p, seed, site); its mask equals
-    /// that of [`operator::attention`]. With `extras` or dropout, all scores are stored in memory.
+    /// that of [`operator::attention`]. `extras` are a softcap and sinks. With extras or dropout, all scores are stored
+    /// in memory.
     pub fn attention(
         &self,
         [q, k, v]: [&Tensor; 3],
@@ -380,8 +381,9 @@ impl Padded {
         Ok(seen.f_logical_and(&past)?)
     }
 
-    /// Returns drop(softmax(scale·scores)) for scores (n, heads, q_len, k_len). `dropout` is (p, seed, site). Dropout
-    /// is applied to packed rows, so that its mask equals that of [`operator::attention`].
+    /// Returns drop(softmax(scale·scores)) for scores (n, heads, q_len, k_len). `extras` are a softcap and sinks of
+    /// this softmax. `dropout` is (p, seed, site). Dropout is applied to packed rows, so that its mask equals that of
+    /// [`operator::attention`].
     fn weights(
         &self,
         scores: &Tensor,

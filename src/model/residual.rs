@@ -380,10 +380,11 @@ impl BuiltEnds {
             let (output, _) = mixing.read(&all, ctx.watch(), is_training)?; // at the end, nothing is written
             x = output;
         }
-        for (norm, s) in self.streams.iter().zip(streams) {
+        // With a mixing there are no streams of the scheme's own, so nothing is added here.
+        for (norm, stream) in self.streams.iter().zip(streams) {
             x = match norm {
-                Some(norm) => x.f_add(&norm.forward(&s, &ctx.rows())?)?,
-                None => x.f_add(&s)?,
+                Some(norm) => x.f_add(&norm.forward(&stream, &ctx.rows())?)?,
+                None => x.f_add(&stream)?,
             };
         }
         self.end.apply(x, ctx)

@@ -175,7 +175,8 @@ struct Fade {
 }
 
 impl BuiltBlendedNorm {
-    /// Builds the norm from parameters that have been declared already. Declares the norm's buffers.
+    /// Builds the norm from parameters that have been declared already. Declares the norm's buffers. `blend` names the
+    /// operators of the two norms; `given` holds the values of the norm's options.
     pub fn build(
         spec: &Spec,
         blend: &'static BlendedNormOpSpec,

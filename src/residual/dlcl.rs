@@ -29,7 +29,7 @@ pub static DLCL: Scheme = Scheme {
 /// Declares the residual connection of PreNorm or PostNorm, as the option `dlcl_norm` says.
 fn around(place: &LayerContext) -> ResidualSpec {
     let mut around = (layers(place).around)(place);
-    // PostNorm's last norm is not the stack's last here: the norm of the last sum follows.
+    // PostNorm marks its last norm as the stack's last one. Here the norm of the last sum follows it.
     for change in &mut around.after {
         if let Change::Norm(norm) = change {
             norm.last = false;

@@ -66,10 +66,11 @@ impl TargetVocabulary {
                 "the target vocabulary's mask must allow EOS and at least one type besides EOS, PAD and BOS",
             ));
         }
-        let bias = Tensor::f_zeros([size].as_slice(), (Kind::Float, mask.device()))?;
+        // The bias, which is added to logits, is 0 for allowed tokens and −∞ for others.
+        let zeros = Tensor::f_zeros([size].as_slice(), (Kind::Float, mask.device()))?;
         let ids = (0..size).filter(|id| allowed[*id as usize]).collect();
         Ok(TargetVocabulary {
-            bias: Some(bias.f_masked_fill(&mask.f_logical_not()?, f64::NEG_INFINITY)?),
+            bias: Some(zeros.f_masked_fill(&mask.f_logical_not()?, f64::NEG_INFINITY)?),
             ids: Some(ids),
         })
     }
