@@ -42,8 +42,8 @@ fn reduced<S: Isa>(x: f32) -> (f32, f32, f32) {
     const ROUND: f32 = 12_582_912.0 + 127.0;
     let shifted = mul_add::<f32, S>(x, std::f32::consts::LOG2_E, ROUND);
     let n = shifted - ROUND;
-    // ln 2 is split in two parts, so that r is exact enough: n·0.693359375 has only 9 + 8 significant bits and is
-    // exact.
+    // ln 2 is split in two parts, so that x − n·ln 2 loses no digits: the first product, n·0.693359375, is exact,
+    // because it has only 9 + 8 significant bits.
     let r = mul_add::<f32, S>(n, -0.693_359_4, x);
     let r = mul_add::<f32, S>(n, 2.121_944_4e-4, r);
     // Horner's scheme evaluates q(r), then 1 + r·q(r).

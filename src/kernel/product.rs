@@ -1,5 +1,5 @@
-//! Matrix products for training. The first, y = xw + b, calls oneDNN with few different shapes, because it compiles a
-//! product for each shape. The second, c += aᵀb with c in f32, is for gradients of weights.
+//! Matrix products for training. The first, y = xw + b, calls oneDNN with few different shapes, because oneDNN compiles
+//! a product for each shape. The second, c += aᵀb with c in f32, is for gradients of weights.
 
 use crate::cpu::{amx, simd};
 use crate::error::Result;
