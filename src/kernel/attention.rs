@@ -64,8 +64,8 @@ pub struct Sequence {
 }
 
 multiversion! {
-    /// Computes `out` and `lse` in the rows of the sequences' queries. q, k, v and `out` have heads·d_head columns, the
-    /// d_head of each head after those of the head before. `lse` has a column per head: a query's log Σ exp(score).
+    /// Computes `out` and `lse` in the rows of the sequences' queries. q, k, v and `out` have d_head columns for each
+    /// head, one head after the other. `lse` has a column per head: a query's log Σ exp(score).
     pub fn forward[E: Element](
         attention: &ScaledDotProduct,
         sequences: &[Sequence],

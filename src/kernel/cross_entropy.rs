@@ -71,8 +71,8 @@ pub struct Targets<'a> {
     pub ignore: i64,
 }
 
-/// Computes the label-smoothed `loss` and `nll` = −log p_t of every row of `cols` logits z, where p is the softmax over
-/// the target vocabulary V_t and t the row's target. `lse` receives log Σ exp z over V_t as two numbers per row, m =
+/// Computes the label-smoothed `loss` and `nll` = −log p_t of every row of `cols` logits z. p is the softmax over the
+/// target vocabulary V_t, and t is the row's target. `lse` receives log Σ exp z over V_t as two numbers per row, m =
 /// max z and Σ exp(z − m). All results are 0 for ignored rows.
 ///
 /// `mask` has a byte per column, 1 in V_t; if it is empty, V_t contains all columns. If a target is neither ignored

@@ -45,7 +45,7 @@ pub struct JointResults<'a, E: Element> {
 multiversion! {
     /// Reads the streams `h` (positions, n, d) and writes the results `to`. At each position, m is `weight` (k, n·d)
     /// times all streams, divided by their size `by`. The gates p are σ(scale·m₀ + bias) + `eps`, where m₀ are the
-    /// first n numbers of m, and x is the sum of the streams weighted by p.
+    /// first n numbers of m. x is the sum of the streams weighted by p.
     pub fn forward[isa S][E: Element](
         h: &[E], weight: &[E::Acc], scale: E::Acc, bias: &[E::Acc], eps: E::Acc, by: Divisor, to: JointResults<E>,
     ) {
@@ -99,7 +99,7 @@ fn read_large<E: Element>(h: &[E], weight: &[E::Acc], by: Divisor, mixes: &mut [
 }
 
 /// Returns (r, slope) for streams of `width` numbers, whose squares add up to `squares`. r is the inverse of the size
-/// `by`; the gradient of m through r is the streams times slope·⟨dm, m⟩.
+/// `by`. The streams' gradient through r is slope·⟨dm, m⟩ times the streams, where dm is the gradient of m.
 #[inline(always)]
 fn scale_and_slope<A: Accumulator>(by: Divisor, squares: A, width: usize) -> (A, A) {
     let width = A::from_f64(width as f64);

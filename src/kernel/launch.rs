@@ -29,9 +29,9 @@ pub fn aligned(views: &[&View]) -> bool {
     views.iter().all(|v| v.data.addr().is_multiple_of(16))
 }
 
-/// Returns the number of columns that a kernel accesses at a time: as many as fill 16 bytes or, if a tensor is not
-/// aligned to them or rows do not divide into them, 1. `views` are all tensors that the kernel accesses in this way;
-/// `matrix` has their width and dtype.
+/// Returns the number of columns that a kernel accesses at a time: as many as fill 16 bytes, or 1. It is 1 if a tensor
+/// is not aligned to 16 bytes, or if its rows do not divide into them. `views` are all tensors that the kernel accesses
+/// in this way; `matrix` has their width and dtype.
 pub fn columns_at_a_time(matrix: &View, views: &[&View]) -> u32 {
     // 16 bytes are four numbers of f32 (dtype 0), or eight of 16 bits.
     let widest = if matrix.dtype == 0 { 4 } else { 8 };

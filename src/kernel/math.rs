@@ -33,7 +33,7 @@ pub fn mul_add<A: Accumulator, S: Isa>(a: A, b: A, c: A) -> A {
     }
 }
 
-/// Splits exp x into 2ⁿ·exp r with the nearest integer n to x·log₂e and r = x − n·ln 2, where exp r ≈ 1 + r·(1 +
+/// Splits exp x into 2ⁿ·exp r, where n is the integer nearest to x·log₂e, and r = x − n·ln 2. Then exp r ≈ 1 + r·(1 +
 /// r·q(r)) for a polynomial q. Returns (1 + r·q(r), r, 2ⁿ). x must be at least −88; 2ⁿ is 0 for an x below −87.68.
 #[inline(always)]
 fn reduced<S: Isa>(x: f32) -> (f32, f32, f32) {
@@ -42,7 +42,7 @@ fn reduced<S: Isa>(x: f32) -> (f32, f32, f32) {
     const ROUND: f32 = 12_582_912.0 + 127.0;
     let shifted = mul_add::<f32, S>(x, std::f32::consts::LOG2_E, ROUND);
     let n = shifted - ROUND;
-    // ln 2 is split in two parts, so that x − n·ln 2 loses no digits: the first product, n·0.693359375, is exact,
+    // ln 2 is split in two parts, so that x − n·ln 2 loses no digits. The first product, n·0.693359375, is exact,
     // because it has only 9 + 8 significant bits.
     let r = mul_add::<f32, S>(n, -0.693_359_4, x);
     let r = mul_add::<f32, S>(n, 2.121_944_4e-4, r);

@@ -113,8 +113,8 @@ multiversion! {
 }
 
 multiversion! {
-    /// Computes the gradient of [`forward`] with G = dx⁺ + N′(dy): overwrites `dx` with α⊙G and `df` (empty if not
-    /// wanted) with β⊙drop(G), and adds to `grads`, whose sums over rows include Σ G⊙x for α and Σ G⊙drop(f) for β.
+    /// Computes the gradient of [`forward`] with G = dx⁺ + N′(dy). Overwrites `dx` with α⊙G and `df` with β⊙drop(G);
+    /// `df` may be empty if not wanted. Adds to `grads`, for α Σ G⊙x over rows, and for β Σ G⊙drop(f).
     ///
     /// `dx_plus` or `dy` is empty if that output got no gradient. `x_plus` and `stats` are read only if there is
     /// `dy`, `x` only if there is `grads.dalpha`, `f` only if there is `grads.dbeta`.

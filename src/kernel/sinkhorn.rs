@@ -190,8 +190,8 @@ fn divide<A: Accumulator>(line: impl Iterator<Item = usize> + Clone, eps: A, sta
     sum
 }
 
-/// Computes the gradient of [`divide`], y = x/s with s = Σ x + ε, at the indices `line`: replaces g, the gradient of y,
-/// by that of x, (g − Σ g·y)/s.
+/// Computes the gradient of [`divide`], y = x/s with s = Σ x + ε, at the indices `line`. Replaces g, the gradient of y,
+/// by the gradient of x, (g − Σ g·y)/s.
 #[inline(always)]
 fn divide_backward<A: Accumulator>(
     line: impl Iterator<Item = usize> + Clone,

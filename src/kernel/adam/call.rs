@@ -69,8 +69,8 @@ device_struct! {
 pub fn launch(device: Device, buffers: &Buffers<View>, settings: &Coefficients) -> Result<()> {
     let Buffers { parameters, first, second, gradients, grad_scale, step_size, keep } = buffers;
     let Coefficients { beta1, beta2, eps, rounding } = *settings;
-    // A thread updates chunks of four elements if these are 16 aligned bytes, if no smaller chunk is left at the end,
-    // and if the chunk's random bits lie in one block of the generator Philox.
+    // A thread updates chunks of four elements if three conditions hold. A chunk is 16 aligned bytes, no smaller chunk
+    // is left at the end, and a chunk's random bits lie in one block of the generator Philox.
     let is_multiple_of_4 = |n: i64| n % 4 == 0;
     let is_wide = aligned(&[parameters, first, second, gradients]) && is_multiple_of_4(parameters.cols);
     let vec = if is_wide && is_multiple_of_4(rounding.first as i64) { 4 } else { 1 };

@@ -145,7 +145,7 @@ fn backward_typed<E: Element>(
     // The argument `true` forbids sequences to share keys, because gradients of keys are written.
     let (attention, sequences) = (a.attention(), a.sequences(true)?);
     // SAFETY: the operator's declaration guarantees dtypes and widths; only this call uses the new tensors dq, dk and
-    // dv, and sequences have disjoint query rows and disjoint key rows.
+    // dv. Sequences have disjoint query rows and disjoint key rows.
     unsafe {
         let queries: usize = sequences.iter().map(|s| s.q_len).sum();
         let keys: usize = sequences.iter().map(|s| s.k_len).sum();

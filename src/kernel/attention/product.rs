@@ -16,7 +16,7 @@ pub(super) const ADD: bool = true;
 multiversion! {
     /// Computes C = A·B, or C += A·B if `add` is true. `shape` is [m, n, k]: A is (m, k), B (k, n) and C (m, n), with m
     /// a multiple of [`TILE`] and n of [`LANES`]. A's element (i, p) lies at i·strides[0] + p·strides[1], so A may be
-    /// the transpose of what is stored; the rows of B and C are `ldb` and `ldc` apart.
+    /// the transpose of what is stored. The rows of B are `ldb` apart, those of C `ldc`.
     pub(super) fn product[isa S][A: Accumulator](
         shape: [usize; 3],
         a: &[A],

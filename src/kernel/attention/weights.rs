@@ -30,8 +30,8 @@ pub(super) fn hide<A: Accumulator>(
 }
 
 multiversion! {
-    /// Replaces scores (a key per row, a query per column) by exp(score − max), and writes each query's maximum (0 for
-    /// a query without keys) and its sum of exponentials.
+    /// Replaces scores (a key per row, a query per column) by exp(score − max). Writes each query's maximum, 0 for a
+    /// query without keys, and its sum of exponentials.
     pub(super) fn softmax[isa S][A: Accumulator](scores: &mut [A], maxima: &mut [A], sums: &mut [A]) {
         softmax_lanes::<A, S>(scores, maxima, sums);
     }
@@ -136,8 +136,8 @@ fn normalise<A: Accumulator>(p: &mut [A], lanes: usize, shares: Option<&[A; QUER
     }
 }
 
-/// Dropout's factors, 0 or 1/(1 − p). Random half words are drawn for a block of queries and all heads at once: their
-/// rows, one per query and head, are consecutive in the random stream, and one register covers several short rows.
+/// Dropout's factors, 0 or 1/(1 − p). Random half words are drawn for a block of queries and all heads at once. Their
+/// rows, one per query and head, are consecutive in the random stream, so one register covers several short rows.
 pub(super) struct DropoutFactors<A> {
     /// The random half words of a block: a row for each head of the first query, then of the second, and so on.
     random: Vec<u16>,

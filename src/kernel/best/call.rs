@@ -30,7 +30,7 @@ multiversion! {
     }
 }
 
-/// Returns the `count` most probable columns of each row of z = hWᵀ + b, best first, with their log-probabilities; h is
+/// Returns the `count` most probable columns of each row of z = hWᵀ + b, best first, with their log-probabilities. h is
 /// (rows, k) on the CPU, and `w` holds W and b. With a `softcap` c, the logits are c·tanh(z/c).
 pub fn best_of_product<A: Accumulator>(
     h: &Tensor,

@@ -35,8 +35,8 @@ fn partial_length(rows: i64, cols: i64) -> i64 {
 }
 
 device_struct! {
-    /// The struct `Rows` of columns.cuh: the padding mask, the number of rows and of rows per slab, and the number of
-    /// chunks (columns accessed together) in a row.
+    /// The struct `Rows` of columns.cuh: the padding mask, the numbers of rows and of rows per slab, and the number of
+    /// chunks in a row. A chunk is the columns that a thread accesses at a time.
     #[derive(Clone, Copy)]
     struct Rows = "Rows" {
         pad: *const u8,

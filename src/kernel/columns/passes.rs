@@ -213,8 +213,8 @@ pub struct GradientCoefficients<'a, A> {
 }
 
 multiversion! {
-    /// Computes dx = p⊙dy − q⊙x̂ − r with x̂ = (x − shift)⊙scale and the coefficients `slopes`, for rows of `cols`
-    /// numbers, and 0 in rows that `pad` marks.
+    /// Computes dx = p⊙dy − q⊙x̂ − r with x̂ = (x − shift)⊙scale and the coefficients `slopes`. Rows have `cols`
+    /// numbers; dx is 0 in rows that `pad` marks.
     pub fn gradient[E: Element](
         cols: usize, dy: &[E], x: &[E], pad: &[u8], shift: &[E::Acc], scale: &[E::Acc],
         slopes: GradientCoefficients<E::Acc>, dx: &mut [E],

@@ -18,8 +18,8 @@ pub struct Inputs<'a> {
     pub weights: &'a View,
 }
 
-/// Computes the weighted sums y (…, m, d) from streams (…, n, d), one more row (…, d) or none, and weights (…, m, n)
-/// or, with the added row, (…, m, n + 1).
+/// Computes the weighted sums y (…, m, d) of streams (…, n, d) and one more row (…, d) or none. The weights are (…, m,
+/// n), or (…, m, n + 1) with the added row.
 pub fn forward(given: &Inputs, y: &View) -> Result<()> {
     by_dtype!(given.streams, E => {
         // SAFETY: the C++ operator passed contiguous tensors of E, the weights in E's computing type, and holds them; y

@@ -21,8 +21,8 @@ pub struct StepRows<'a, X, F, Y, D> {
     pub f: [&'a [F]; GROUP],
 }
 
-/// The scales α and β per column, which are empty if both are one and nothing is dropped; and the sums per column for
-/// their gradients, empty if not wanted. `beta` includes dropout's scale, `dbeta` does not.
+/// The scales α and β per column, and the sums per column for their gradients. The scales are empty if both are one and
+/// nothing is dropped, the sums if they are not wanted. `beta` includes dropout's scale, `dbeta` does not.
 pub struct Scales<A> {
     pub alpha: Aligned<A>,
     pub beta: Aligned<A>,

@@ -154,8 +154,8 @@ pub struct Blocks<'a, E> {
 /// after a loop over blocks would compile it twice.
 pub const PARTS: usize = 2;
 
-/// Returns the number of blocks in a part of a row of `cols` numbers: the whole blocks in part 0; in part 1 one, or
-/// none if the row ends with a block.
+/// Returns the number of blocks in a part of a row of `cols` numbers: the whole blocks in part 0. In part 1 it is one,
+/// or none if the row ends with a block.
 #[inline(always)]
 fn count(cols: usize, part: usize) -> usize {
     if part == 0 {

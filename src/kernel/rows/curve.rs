@@ -83,8 +83,8 @@ multiversion! {
 }
 
 multiversion! {
-    /// Computes the gradient of [`forward`] from `dy`: overwrites `dx`, adds to `dweight` (empty, or as long as
-    /// `weight`), `dbias` (empty, or one per column) and `dnumbers` (empty, or those of scale and shift).
+    /// Computes the gradient of [`forward`] from `dy`: overwrites `dx`, and adds to the others. `dweight` is empty or
+    /// as long as `weight`, `dbias` empty or one per column, and `dnumbers` empty or those of scale and shift.
     pub fn backward[isa S][E: Element](
         curve: &Curve<E::Acc>, cols: usize, dy: &[E], x: &[E], numbers: [E::Acc; NUMBERS], weight: &[E::Acc],
         dx: &mut [E], dweight: &mut [E::Acc], dbias: &mut [E::Acc], dnumbers: &mut [E::Acc],

@@ -85,8 +85,8 @@ fn kind(parameter: &View) -> i32 {
 }
 
 /// Returns the layout of threads, the compiler options that select the kernel's variant, and the number of chunks per
-/// row, where a chunk is the columns that a thread accesses at a time. `backward` chooses the pass. `types` are the
-/// dtypes of x, f and y; `views` are all matrices that the kernel accesses.
+/// row. A chunk is the columns that a thread accesses at a time. `backward` chooses the pass. `types` are the dtypes of
+/// x, f and y; `views` are all matrices that the kernel accesses.
 fn variant(r: &RowViews, backward: bool, types: [i32; 3], views: &[&View]) -> Result<(Layout, String, i32)> {
     let cols = columns(&r.x_plus)?;
     // `bytes` is the size of the narrowest type: dtype 0 is f32, and the others that have kernels have 16 bits.
@@ -102,8 +102,8 @@ fn variant(r: &RowViews, backward: bool, types: [i32; 3], views: &[&View]) -> Re
     let [alpha, beta, weight, bias] = parameters.map(kind);
     let step = i32::from(!r.f.is_absent());
     let options = format!(
-        "{} -DK_BACKWARD={} -DK_STEP={step} -DK_X={} -DK_F={} -DK_Y={} -DK_P={parameter_type} -DK_ALPHA={alpha} -DK_BETA={beta} -DK_WEIGHT={weight} \
-         -DK_BIAS={bias}{order}",
+        "{} -DK_BACKWARD={} -DK_STEP={step} -DK_X={} -DK_F={} -DK_Y={} -DK_P={parameter_type} -DK_ALPHA={alpha} \
+         -DK_BETA={beta} -DK_WEIGHT={weight} -DK_BIAS={bias}{order}",
         layout.options(),
         i32::from(backward),
         x?,
@@ -166,8 +166,8 @@ pub fn backward(device: Device, program: &'static Program, r: &RowViews, g: &Row
     let all = [&g.dalpha, &g.dbeta, &g.dweight, &g.dbias, dscale, dshift];
     let lengths = all.map(|sum| if sum.is_absent() { 0 } else { sum.rows * sum.cols });
     let columns: i64 = lengths.iter().sum();
-    // Gradients with a number per column come first, and every row of the workspace begins at a multiple of 16 bytes,
-    // which are four f32, so that kernels can add 16 bytes at a time. `order` has the indices in `all` in this order.
+    // Gradients with a number per column come first, and every row of the workspace begins at a multiple of 16 bytes
+    // (four f32). So kernels can add 16 bytes at a time. `order` has the indices in `all` in this order.
     let stride = (columns + 3) / 4 * 4;
     let mut order: Vec<usize> = (0..all.len()).filter(|&k| lengths[k] > 0).collect();
     order.sort_by_key(|&k| lengths[k] == 1);

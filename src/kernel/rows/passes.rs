@@ -238,8 +238,8 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         Weight { norm, eps, cols, gain, dgain, columns, dcolumns, dbias, biased }
     }
 
-    /// Computes the first half of the gradient of a group of rows: adds their terms to dweight and dbias, and returns
-    /// for each row its shift and scale, as in `rows`, with the coefficients of dx = p·g + q·x̂ − r.
+    /// Computes the first half of the gradient of a group of rows: adds their terms to the gradients of weight and
+    /// bias. Returns for each row its shift and scale from `rows`, and the coefficients of dx = p·g + q·x̂ − r.
     #[inline(always)]
     pub fn row_gradients<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>>(
         &mut self,
@@ -345,8 +345,8 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         &self.columns
     }
 
-    /// Computes the second half of the gradient of a group of rows: dx = p·g + q·x̂ − r with g = w⊙dy, where w is the
-    /// weight per column. `row_gradients` are the results of [`row_gradients`](Self::row_gradients).
+    /// Computes the second half of the gradient of a group of rows: dx = p·g + q·x̂ − r. In it g is dy times the weight
+    /// per column. `row_gradients` are the results of [`row_gradients`](Self::row_gradients).
     #[inline(always)]
     pub fn apply<S: Isa, E: Element<Acc = A>>(
         &self,
