@@ -90,8 +90,8 @@ pub fn composed(
         let is_past = move |i: usize, j: usize| j + s.q_len <= i + s.k_len;
         (0..q_len).flat_map(move |i| (0..k_len).map(move |j| j < s.k_len && (!settings.causal || is_past(i, j))))
     }));
-    // `real` holds the indices of the real queries among the n·q_len padded positions: query t of sequence i is i·q_len
-    // + t.
+    // `real` holds the indices of the real queries among the n·q_len padded positions. Query t of sequence i is at
+    // position i·q_len + t.
     let mut real = memory::reserved::<i64>(sequences.iter().map(|s| s.q_len).sum());
     real.extend(sequences.iter().enumerate().flat_map(|(i, s)| (0..s.q_len).map(move |t| (i * q_len + t) as i64)));
     let (n, q_len, k_len) = (n as i64, q_len as i64, k_len as i64);
