@@ -71,8 +71,8 @@ pub struct Columns {
 }
 
 impl Columns {
-    /// Computes the statistics of the rows that are not padding. `dy` is the loss's gradient with respect to the norm's
-    /// output.
+    /// Compares the statistics of the rows that are not padding with the running ones. `dy` is the loss's gradient with
+    /// respect to the norm's output; without it the gradients of the result are NaN.
     pub fn statistics(&self, dy: Option<&Tensor>) -> Result<Statistics> {
         if let Some(dy) = dy.filter(|dy| dy.size() != self.x.size()) {
             let (given, found) = (dy.size(), self.x.size());
@@ -81,29 +81,29 @@ impl Columns {
         let x = self.real_rows(&self.x)?;
         let (count, width) = (x.nrows() as f64, x.ncols());
         // A norm without a running mean does not centre x, so 0 is subtracted instead of the mean.
-        let running = self.mean.as_ref().map(vector).transpose()?;
-        let mean = running.as_ref().map_or_else(|| Array1::zeros(width), |_| x.sum_axis(Axis(0)) / count);
+        let running_mean = self.mean.as_ref().map(vector).transpose()?;
+        let mean = running_mean.as_ref().map_or_else(|| Array1::zeros(width), |_| x.sum_axis(Axis(0)) / count);
         let x = x - &mean;
         let square = (&x * &x).sum_axis(Axis(0)) / count;
         let scale = square.mapv(|v| 1.0 / (v + self.eps).sqrt());
-        // γ/σ_B, or γ/ψ_B if the norm does not centre x.
+        // `gain` is γ/σ_B, or γ/ψ_B if the norm does not centre x.
         let gain = self.weight.as_ref().map_or_else(|| Ok(Array1::ones(width)), vector)? * &scale;
-        let mut gradients = [f64::NAN; 2];
+        let mut gradients = [f64::NAN; 2]; // of the mean, and of σ² or ψ²
         if let Some(dy) = dy {
             let dy = self.real_rows(dy)?;
-            // The gradients are gain⊙mean dy and gain⊙mean(dy⊙x̂), where x̂ = x⊙scale.
+            // The two gradients are gain⊙mean dy and gain⊙mean(dy⊙x̂), where x̂ = x⊙scale and means are over rows.
             let sums = [dy.sum_axis(Axis(0)), (dy * &x * &scale).sum_axis(Axis(0))];
             gradients = sums.map(|sum| length_over_width(&(sum * &gain / count)));
         }
-        // `square` is σ² if the norm centres x, otherwise ψ².
-        let moments = |mean: f64, square: f64| match running {
+        // The second value belongs to σ² if the norm centres x, otherwise to ψ².
+        let moments = |mean: f64, square: f64| match running_mean {
             Some(_) => Moments { mean, variance: square, power: f64::NAN },
             None => Moments { mean: f64::NAN, variance: f64::NAN, power: square },
         };
-        // |γ| ≤ σ_B, or ψ_B, means that the gain is at most 1.
+        // A channel is bounded if |γ| ≤ σ_B, or ≤ ψ_B. This means that the size of its gain is at most 1.
         let bounded = gain.iter().filter(|v| v.abs() <= 1.0).count() as f64 / width as f64;
-        // The distance of the means; NaN if the norm keeps no mean.
-        let drift = running.as_ref().map_or(f64::NAN, |running| length_over_width(&(&mean - running)));
+        // `drift` is the distance of the batch's mean from the running one; NaN if the norm keeps no mean.
+        let drift = running_mean.as_ref().map_or(f64::NAN, |running| length_over_width(&(&mean - running)));
         Ok(Statistics {
             distance: moments(drift, length_over_width(&(&square - vector(&self.square)?))),
             gradient: moments(gradients[0], gradients[1]),
@@ -113,11 +113,11 @@ impl Columns {
 
     /// Returns the rows of x, or of a tensor of its shape, that are not padding.
     fn real_rows(&self, x: &Tensor) -> Result<Array2<f64>> {
-        let all = rows(x)?;
-        let Some(mask) = &self.pad_mask else { return Ok(all) };
-        let mask = vector(mask)?;
-        let kept: Vec<usize> = mask.iter().enumerate().filter(|(_, pad)| **pad == 0.0).map(|(i, _)| i).collect();
-        Ok(all.select(Axis(0), &kept))
+        let all_rows = rows(x)?;
+        let Some(mask) = &self.pad_mask else { return Ok(all_rows) };
+        let is_padding = vector(mask)?; // true has become 1, false 0
+        let kept: Vec<usize> = (0..is_padding.len()).filter(|&row| is_padding[row] == 0.0).collect();
+        Ok(all_rows.select(Axis(0), &kept))
     }
 }
 
@@ -140,7 +140,7 @@ pub trait Watch: Debug {
         Ok(())
     }
 
-    /// A linear layer has computed y from x with rows of the matrix `weight`.
+    /// A linear layer has computed y from x; `weight` is its matrix, or those rows of the matrix that were used.
     fn product(&self, weight: &Tensor, x: &Tensor, y: &Tensor) -> Result<()> {
         Ok(())
     }
@@ -226,7 +226,7 @@ impl Diagnostics {
         self.last.replace(Some(x));
     }
 
-    /// Applies `record` to the observation of the current stack.
+    /// Applies `record` to the observation of the current stack, if a stack has begun.
     fn add(&self, record: impl FnOnce(&mut StackObservation)) {
         if let Some(stack) = self.stacks.borrow_mut().last_mut() {
             record(stack);
@@ -235,12 +235,14 @@ impl Diagnostics {
 }
 
 impl Watch for Diagnostics {
+    /// Begins the observation of a new stack, whose input is x.
     fn stack(&self, x: &Tensor) -> Result<()> {
         self.stacks.borrow_mut().push(StackObservation::default());
         self.remember(rows(x)?);
         Ok(())
     }
 
+    /// Records the mean cosine of the rows of x, a layer's output, with those of the previous layer's output.
     fn layer(&self, x: &Tensor) -> Result<()> {
         let x = rows(x)?;
         if let Some(before) = self.last.take() {
@@ -251,12 +253,14 @@ impl Watch for Diagnostics {
         Ok(())
     }
 
+    /// Keeps the input and the output y of a norm until [`finish`](Self::finish) computes its statistics.
     fn running_norm(&self, input: Columns, y: &Tensor) {
         if let Some(stack) = self.stacks.borrow().len().checked_sub(1) {
             self.norms.borrow_mut().push(NormObservation { stack, input, y: y.shallow_clone() });
         }
     }
 
+    /// Records the share of the numbers of h that are not 0.
     fn activations(&self, h: &Tensor) -> Result<()> {
         let h = rows(h)?;
         let active = h.iter().filter(|v| **v != 0.0).count() as f64 / h.len() as f64;
@@ -264,8 +268,8 @@ impl Watch for Diagnostics {
         Ok(())
     }
 
+    /// Records the mean |score| over all pairs of a query and a key that it attends to.
     fn attention(&self, logits: &Logits) -> Result<()> {
-        // The sum of |score|, and the number of the pairs of a query and a key that it attends to.
         let (mut total, mut pairs) = (0.0, 0.0);
         (logits.each)(&mut |logits, seen| {
             let sizes = logits.f_abs()?.f_masked_fill(&seen.f_logical_not()?, 0.0)?;
@@ -277,6 +281,7 @@ impl Watch for Diagnostics {
         Ok(())
     }
 
+    /// Records the mean |score| of a residual connection's scores.
     fn mixing(&self, scores: &Tensor) -> Result<()> {
         let size = mean_size(scores)?;
         self.add(|stack| stack.mixing.push(size));
@@ -284,7 +289,7 @@ impl Watch for Diagnostics {
     }
 }
 
-/// Returns the mean |x|.
+/// Returns the mean |x| over all elements.
 fn mean_size(x: &Tensor) -> Result<f64> {
     Ok(f64::try_from(&x.f_abs()?.f_mean(Kind::Double)?)?)
 }
@@ -299,20 +304,20 @@ fn cosine(x: ArrayView1<f64>, y: ArrayView1<f64>) -> f64 {
     }
 }
 
-/// Returns ‖v‖₂/d.
+/// Returns ‖v‖₂/d, where d is the number of elements of v.
 fn length_over_width(v: &Array1<f64>) -> f64 {
     v.dot(v).sqrt() / v.len() as f64
 }
 
-/// Copies x to the host as f64, in shape (rows, width).
+/// Copies x to the host as an f64 matrix (rows, width). The width is the last dimension of x.
 fn rows(x: &Tensor) -> Result<Array2<f64>> {
-    let width = x.size().last().copied().unwrap_or(1).max(1) as usize;
+    let width = x.size().last().copied().unwrap_or(1).max(1) as usize; // at least 1, because it is a divisor
     let values = vector(x)?.into_raw_vec_and_offset().0;
     let shape = (values.len() / width, width);
     Array2::from_shape_vec(shape, values).map_err(|e| Error::invalid(e.to_string()))
 }
 
-/// Copies x to the host as f64, without its shape.
+/// Copies all elements of x to the host, as a flat f64 array.
 fn vector(x: &Tensor) -> Result<Array1<f64>> {
     Ok(Array1::from_vec(host("what is looked at", x)?))
 }

@@ -15,8 +15,8 @@ use flate2::Crc;
 
 use crate::error::{Error, Result};
 
-/// The number of bytes per system call, and so per fault point. It is small in tests, so that their small files need
-/// several calls.
+/// The number of bytes that one `write` call passes to the system. It is small in tests, so that their small files need
+/// several calls, at each of which a failure can be injected.
 const CHUNK: usize = if cfg!(test) { 256 } else { 4 << 20 };
 
 /// The length and the CRC-32 (IEEE) of a file's bytes.
@@ -43,8 +43,9 @@ pub struct Sink {
     shown: PathBuf,
     /// The bytes that are not yet written to the file, fewer than [`CHUNK`].
     buffer: Vec<u8>,
-    /// The checksum and the number of all bytes so far.
+    /// The checksum of all bytes so far.
     crc: Crc,
+    /// The number of all bytes so far.
     bytes: u64,
 }
 
@@ -55,11 +56,12 @@ impl Sink {
         Ok(Sink { file, shown, buffer: Vec::new(), crc: Crc::new(), bytes: 0 })
     }
 
-    /// Appends `bytes`.
+    /// Appends `bytes`: writes whole chunks to the file, and keeps the rest in the buffer.
     pub fn put(&mut self, mut bytes: &[u8]) -> Result<()> {
         self.crc.update(bytes);
         self.bytes += bytes.len() as u64;
         while self.buffer.len() + bytes.len() >= CHUNK {
+            // `head` fills the buffer up to one chunk.
             let (head, tail) = bytes.split_at(CHUNK - self.buffer.len());
             self.buffer.extend_from_slice(head);
             self.flush()?;
@@ -89,48 +91,50 @@ impl Sink {
 /// A new directory under a temporary name; see [`write_directory`].
 pub struct Directory<'a> {
     /// The temporary path.
-    aside: PathBuf,
+    temporary: PathBuf,
     /// The final path, which errors name.
     target: &'a Path,
 }
 
 impl Directory<'_> {
-    /// Writes one file of the directory with `fill`, and flushes it to the disk.
+    /// Creates the file `name` in the directory, lets `fill` write its content, and flushes it to the disk. Returns the
+    /// digest of the content.
     pub fn file(&self, name: &str, fill: impl FnOnce(&mut Sink) -> Result<()>) -> Result<Digest> {
-        let mut sink = Sink::create(&self.aside.join(name), self.target.join(name))?;
+        let mut sink = Sink::create(&self.temporary.join(name), self.target.join(name))?;
         fill(&mut sink)?;
         sink.finish()
     }
 }
 
-/// Creates the directory `target`, which must not exist, with the files that `fill` writes. It appears complete or
-/// not at all.
+/// Creates the directory `target`, which must not exist, with the files that `fill` writes. The files go into a
+/// temporary directory, which is renamed at the end, so `target` appears complete or not at all.
 pub fn write_directory(target: &Path, fill: impl FnOnce(&Directory) -> Result<()>) -> Result<()> {
     if target.symlink_metadata().is_ok() {
         return Err(Error::invalid(format!("{} exists already; choose another name", target.display())));
     }
-    let aside = aside(target);
-    remove_any(&aside)?;
+    let temporary = temporary_path(target);
+    remove_any(&temporary)?; // an earlier process of the same number may have left it
     let written = (|| {
-        act("create", target, || fs::create_dir(&aside))?;
-        fill(&Directory { aside: aside.clone(), target })?;
-        act("fsync", target, || sync_directory(&aside))?;
-        act("rename", target, || fs::rename(&aside, target))
+        act("create", target, || fs::create_dir(&temporary))?;
+        fill(&Directory { temporary: temporary.clone(), target })?;
+        act("fsync", target, || sync_directory(&temporary))?;
+        act("rename", target, || fs::rename(&temporary, target))
     })();
-    finish(written, &aside, target)
+    finish(written, &temporary, target)
 }
 
-/// Writes `bytes` to `target`, which may exist. A reader finds either the whole old file or the whole new one.
+/// Writes `bytes` to the file `target`, which may exist. The new file replaces the old one by a rename, so a reader
+/// finds either the whole old file or the whole new one.
 pub fn write_file(target: &Path, bytes: &[u8]) -> Result<()> {
-    let aside = aside(target);
-    remove_any(&aside)?;
+    let temporary = temporary_path(target);
+    remove_any(&temporary)?; // an earlier process of the same number may have left it
     let written = (|| {
-        let mut sink = Sink::create(&aside, target.to_path_buf())?;
+        let mut sink = Sink::create(&temporary, target.to_path_buf())?;
         sink.put(bytes)?;
         sink.finish()?;
-        act("rename", target, || fs::rename(&aside, target))
+        act("rename", target, || fs::rename(&temporary, target))
     })();
-    finish(written, &aside, target)
+    finish(written, &temporary, target)
 }
 
 /// Appends `text` to `path`, and creates the file if it does not exist. Errors like [`open`].
@@ -140,7 +144,8 @@ pub fn append(path: &Path, text: &str) -> Result<()> {
     write(&mut file, path, text.as_bytes())
 }
 
-/// Opens a regular file. The call follows no link, and does not wait for the other end of a pipe.
+/// Opens a regular file with the options `how`. The call follows no link, and does not wait for the other end of a
+/// pipe.
 ///
 /// # Errors
 /// `path` is a link, a device, a pipe or a folder (the message says which, and what to do), or the system refuses.
@@ -185,8 +190,8 @@ fn read_all(opened: Result<File>, path: &Path, most: u64) -> Result<Option<Vec<u
     }
 }
 
-/// Opens a regular file that belongs to this user and that nobody else may write. If it is created, it gets mode
-/// 0600.
+/// Opens a regular file with the options `how`. The file must belong to this user, and nobody else may write it. If the
+/// call creates the file, it gets mode 0600.
 ///
 /// # Errors
 /// Errors like [`open`], and if the file has another owner or is writable by its group or others.
@@ -205,12 +210,13 @@ pub fn check_own_directory(path: &Path) -> Result<()> {
     }
 }
 
-/// Errors if the file or folder belongs to another user, or if others may write it.
+/// Errors if the file or folder `path`, which has this metadata, belongs to another user, or if others may write it.
 fn check_own(path: &Path, metadata: &fs::Metadata) -> Result<()> {
     // SAFETY: geteuid takes no arguments and cannot fail.
     let user = unsafe { libc::geteuid() };
     let (owner, mode) = (metadata.uid(), metadata.mode() & 0o7777);
     let path = path.display();
+    // 0o022 are the write permissions of the group and of others. The first case whose condition holds decides.
     match () {
         () if owner != user => Err(Error::invalid(format!("{path} belongs to user {owner}, and this is user {user}"))),
         () if mode & 0o022 != 0 => {
@@ -235,11 +241,13 @@ fn not_regular(path: &Path, kind: fs::FileType) -> Error {
     ))
 }
 
-/// Passes the fault point, then writes all bytes. An injected short write writes half of them.
+/// Writes all bytes; an error names the file `shown`. A test may inject an error here, or a short write of half of the
+/// bytes.
 fn write(file: &mut File, shown: &Path, bytes: &[u8]) -> Result<()> {
     act("write", shown, || file.write_all(bytes)).inspect_err(|_| {
         if fault::is_short() {
-            // Leave half of the data, as a full disk would. An error here is ignored: `act` has failed already.
+            // Leave half of the data, as a full disk would. An error of this write is ignored, because the caller
+            // already gets the injected one.
             let _ = file.write_all(&bytes[..bytes.len() / 2]);
         }
     })
@@ -253,28 +261,28 @@ pub fn remove_file(path: &Path) -> Result<()> {
     }
 }
 
-/// Makes `link` a symbolic link to `to`. If there is an old link, a reader finds either the old target or the new
-/// one.
-pub fn write_link(link: &Path, to: &str) -> Result<()> {
+/// Makes `link` a symbolic link to `destination`. If there is an old link, a reader finds either the old destination or
+/// the new one.
+pub fn write_link(link: &Path, destination: &str) -> Result<()> {
     if link.symlink_metadata().is_ok_and(|m| !m.is_symlink()) {
         return Err(Error::invalid(format!("{} is not a symbolic link; move it away", link.display())));
     }
-    let aside = aside(link);
-    remove_any(&aside)?;
+    let temporary = temporary_path(link);
+    remove_any(&temporary)?; // an earlier process of the same number may have left it
     let written = (|| {
-        act("create", link, || std::os::unix::fs::symlink(to, &aside))?;
-        act("rename", link, || fs::rename(&aside, link))
+        act("create", link, || std::os::unix::fs::symlink(destination, &temporary))?;
+        act("rename", link, || fs::rename(&temporary, link))
     })();
-    finish(written, &aside, link)
+    finish(written, &temporary, link)
 }
 
-/// Removes a directory. A reader finds it either whole under its name, or not at all.
+/// Removes a directory. It is renamed before its files are removed, so a reader finds it either whole or not at all.
 pub fn remove_directory(path: &Path) -> Result<()> {
-    let aside = aside(path);
-    remove_any(&aside)?;
-    act("rename", path, || fs::rename(path, &aside))?;
+    let temporary = temporary_path(path);
+    remove_any(&temporary)?; // an earlier process of the same number may have left it
+    act("rename", path, || fs::rename(path, &temporary))?;
     act("fsync the folder of", path, || sync_directory(parent(path)))?;
-    act("remove", path, || fs::remove_dir_all(&aside))
+    act("remove", path, || fs::remove_dir_all(&temporary))
 }
 
 /// Creates `path` and its missing parent folders, and flushes their names to the disk.
@@ -311,23 +319,26 @@ fn unfinished(name: &str) -> Option<(&str, u32)> {
     Some((target, pid.parse().ok()?))
 }
 
-/// Ends a write. After success it flushes the new name to the disk; after an error it removes the unfinished file.
-fn finish(written: Result<()>, aside: &Path, target: &Path) -> Result<()> {
+/// Ends a write to `target`, whose result is `written`. After success it flushes the new name to the disk; after an
+/// error it removes the unfinished file `temporary`.
+fn finish(written: Result<()>, temporary: &Path, target: &Path) -> Result<()> {
     if let Err(error) = written {
-        // Report the write's error. If the removal fails, `clean` removes the file at the next start.
-        let _ = remove_any(aside);
+        // Report the write's error and not the removal's. If the removal fails, `clean` removes the file at the next
+        // start.
+        let _ = remove_any(temporary);
         return Err(error);
     }
     act("fsync the folder of", target, || sync_directory(parent(target)))
 }
 
-/// Passes the fault point `name`, then runs one system call on `path`.
+/// Runs one system call on `path`; an error names the path and the call, `name`. A test may have planned a failure at
+/// this call, which is then returned instead.
 pub fn act<T>(name: &'static str, path: &Path, run: impl FnOnce() -> io::Result<T>) -> Result<T> {
     fault::point(name).and_then(|()| run()).map_err(|e| Error::io(name, path, e))
 }
 
 /// Returns the path of the temporary file beside `target`.
-fn aside(target: &Path) -> PathBuf {
+fn temporary_path(target: &Path) -> PathBuf {
     let name = target.file_name().unwrap_or_default().to_string_lossy();
     target.with_file_name(format!(".{name}.tmp-{}", std::process::id()))
 }
@@ -348,6 +359,7 @@ fn sync_directory(path: &Path) -> io::Result<()> {
 
 /// Removes a file, a link or a directory with its content, if it exists.
 pub fn remove_any(path: &Path) -> Result<()> {
+    // The metadata are those of a link itself, so that a link to a directory is removed and not the directory.
     let removed = match path.symlink_metadata() {
         Ok(m) if m.is_dir() => fs::remove_dir_all(path),
         Ok(_) => fs::remove_file(path),
@@ -444,46 +456,47 @@ mod tests {
     #[test]
     fn only_regular_files_are_opened_and_nothing_waits() {
         let dir = Scratch::new("files-regular");
-        let at = |name: &str| dir.0.join(name);
-        fs::write(at("file"), "text").unwrap();
-        std::os::unix::fs::symlink("file", at("link")).unwrap();
-        std::os::unix::fs::symlink("nowhere", at("broken")).unwrap();
-        let pipe = std::ffi::CString::new(at("pipe").to_str().unwrap()).unwrap();
+        let path_of = |name: &str| dir.0.join(name);
+        fs::write(path_of("file"), "text").unwrap();
+        std::os::unix::fs::symlink("file", path_of("link")).unwrap();
+        std::os::unix::fs::symlink("nowhere", path_of("broken")).unwrap();
+        let pipe = std::ffi::CString::new(path_of("pipe").to_str().unwrap()).unwrap();
         // SAFETY: the pointer is to a NUL-terminated string.
         assert_eq!(unsafe { libc::mkfifo(pipe.as_ptr(), 0o600) }, 0);
-        fs::create_dir(at("folder")).unwrap();
+        fs::create_dir(path_of("folder")).unwrap();
         for (name, what) in
             [("link", "symbolic link"), ("broken", "symbolic link"), ("pipe", "a pipe"), ("folder", "a folder")]
         {
-            for error in [read(&at(name), 9).unwrap_err(), append(&at(name), "more").unwrap_err()] {
+            for error in [read(&path_of(name), 9).unwrap_err(), append(&path_of(name), "more").unwrap_err()] {
                 assert!(error.to_string().contains(what), "{name}: {error}");
             }
         }
         assert!(read(Path::new("/dev/zero"), 9).unwrap_err().to_string().contains("a device"));
-        assert_eq!(read(&at("file"), 4).unwrap().unwrap(), b"text");
-        assert!(read(&at("file"), 3).unwrap_err().to_string().contains("at most 3 bytes"));
-        assert_eq!(read(&at("none"), 3).unwrap(), None);
-        assert!(!at("nowhere").exists(), "nothing was written through a link");
+        assert_eq!(read(&path_of("file"), 4).unwrap().unwrap(), b"text");
+        assert!(read(&path_of("file"), 3).unwrap_err().to_string().contains("at most 3 bytes"));
+        assert_eq!(read(&path_of("none"), 3).unwrap(), None);
+        assert!(!path_of("nowhere").exists(), "nothing was written through a link");
     }
 
     #[test]
     fn only_ones_own_files_are_trusted() {
         use std::os::unix::fs::{chown, symlink, PermissionsExt};
         let dir = Scratch::new("files-own");
-        let at = |name: &str| dir.0.join(name);
-        let allow = |name: &str, mode| fs::set_permissions(at(name), fs::Permissions::from_mode(mode)).unwrap();
-        drop(open_own(&at("file"), File::options().append(true).create(true)).unwrap());
-        assert_eq!(at("file").metadata().unwrap().mode() & 0o777, 0o600);
-        fs::create_dir(at("folder")).unwrap();
-        symlink("file", at("link")).unwrap();
-        symlink("folder", at("link of a folder")).unwrap();
+        let path_of = |name: &str| dir.0.join(name);
+        let allow = |name: &str, mode| fs::set_permissions(path_of(name), fs::Permissions::from_mode(mode)).unwrap();
+        drop(open_own(&path_of("file"), File::options().append(true).create(true)).unwrap());
+        assert_eq!(path_of("file").metadata().unwrap().mode() & 0o777, 0o600);
+        fs::create_dir(path_of("folder")).unwrap();
+        symlink("file", path_of("link")).unwrap();
+        symlink("folder", path_of("link of a folder")).unwrap();
         for mode in [0o700, 0o755] {
             allow("folder", mode);
             allow("file", mode & 0o644);
-            check_own_directory(&at("folder")).unwrap();
-            assert_eq!(read_own(&at("file"), 9).unwrap().unwrap(), b"");
+            check_own_directory(&path_of("folder")).unwrap();
+            assert_eq!(read_own(&path_of("file"), 9).unwrap().unwrap(), b"");
         }
-        let refusals = || [read_own(&at("file"), 9).unwrap_err(), check_own_directory(&at("folder")).unwrap_err()];
+        let refusals =
+            || [read_own(&path_of("file"), 9).unwrap_err(), check_own_directory(&path_of("folder")).unwrap_err()];
         for mode in [0o775, 0o707, 0o777] {
             allow("folder", mode);
             allow("file", mode & 0o666);
@@ -493,16 +506,19 @@ mod tests {
         }
         allow("folder", 0o700);
         allow("file", 0o600);
-        if ["file", "folder"].iter().all(|name| chown(at(name), Some(12345), None).is_ok()) {
+        if ["file", "folder"].iter().all(|name| chown(path_of(name), Some(12345), None).is_ok()) {
             for error in refusals() {
                 assert!(error.to_string().contains("belongs to user 12345"), "{error}");
             }
         }
-        assert!(read_own(&at("link"), 9).unwrap_err().to_string().contains("symbolic link"));
+        assert!(read_own(&path_of("link"), 9).unwrap_err().to_string().contains("symbolic link"));
         for name in ["link of a folder", "file"] {
-            assert!(check_own_directory(&at(name)).unwrap_err().to_string().contains("expected a folder"), "{name}");
+            assert!(
+                check_own_directory(&path_of(name)).unwrap_err().to_string().contains("expected a folder"),
+                "{name}"
+            );
         }
-        assert_eq!(read_own(&at("none"), 9).unwrap(), None);
+        assert_eq!(read_own(&path_of("none"), 9).unwrap(), None);
     }
 
     #[test]
@@ -510,6 +526,7 @@ mod tests {
         let dir = Scratch::new("files-short");
         let file = dir.0.join("f");
         write_file(&file, b"old").unwrap();
+        // The second place is the write; the first creates or opens the file.
         let armed = arm(Fault::Short(2));
         let error = write_file(&file, b"newer").unwrap_err();
         append(&dir.0.join("log"), "abcd").unwrap();

@@ -52,7 +52,7 @@ impl Error {
         }
     }
 
-    /// Returns the error of a failed operation on a file; `act` is the operation as a verb, such as "open".
+    /// Returns the error of a failed operation on the file `path`; `act` is the operation as a verb, such as "open".
     pub fn io(act: &'static str, path: impl AsRef<Path>, source: std::io::Error) -> Self {
         Error::Io { act, path: path.as_ref().display().to_string(), source }
     }
@@ -77,6 +77,7 @@ pub fn quoted(word: &str) -> String {
 
 /// Returns libtorch's message without the C++ stack trace that it appends.
 pub fn without_stack(text: &str) -> &str {
+    // The trace begins with one of these texts; without either, the whole message is returned.
     let starts = ["\nException raised from", "\nframe #0:"].iter().filter_map(|first_words| text.find(first_words));
     text[..starts.min().unwrap_or(text.len())].trim_end()
 }
@@ -101,7 +102,7 @@ pub fn unknown<'a>(what: &str, got: &str, choices: impl IntoIterator<Item = &'a 
     Error::Invalid(format!("unknown {what} {got:?}{hint}; expected one of {}", choices.join(", ")))
 }
 
-/// Returns the Levenshtein distance of a and b.
+/// Returns the Levenshtein distance of a and b: the least number of inserted, deleted and replaced characters.
 fn distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
     // After i characters of a, row[j] is their distance from the first j characters of b.

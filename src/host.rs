@@ -53,8 +53,8 @@ pub fn host<T: Number>(what: &str, t: &Tensor) -> Result<Vec<T>> {
     Ok(numbers)
 }
 
-/// The elements that [`host`] would copy, but without a copy if possible. For a contiguous tensor on the host they
-/// are its own memory, which nobody may write as long as this value lives.
+/// A tensor's elements on the host, like the result of [`host`] but without a copy if possible. For a contiguous tensor
+/// on the host they are the tensor's own memory, which nobody may write as long as this value lives.
 #[derive(Debug)]
 pub struct Held<T> {
     memory: HostMemory,

@@ -62,6 +62,7 @@ fn bleu_of_words<H: AsRef<str>, R: AsRef<str>>(
             references.len()
         )));
     }
+    // The entry n − 1 of each array belongs to the n-grams.
     let (mut matches, mut totals) = ([0; ORDERS], [0; ORDERS]);
     let (mut hyp_len, mut ref_len) = (0, 0);
     for (hypothesis, reference) in hypotheses.iter().zip(references) {

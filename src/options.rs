@@ -38,7 +38,7 @@ pub trait FieldType {
     }
 }
 
-/// Makes types the types of options, each with its kind.
+/// Implements [`FieldType`] for types whose values are not words, each with its kind: `field_types!(i64 => "int", …)`.
 macro_rules! field_types {
     ($($t:ty => $kind:literal),*) => { $(impl FieldType for $t { const KIND: &'static str = $kind; })* };
 }
@@ -108,13 +108,13 @@ pub trait AnyOption: Sync {
     /// Describes the option under the heading `group` of `--help`.
     fn field(&self, group: &'static str) -> Field;
 
-    /// Converts the value to the form that [`Options`] keeps, or returns an error.
+    /// Converts a value from JSON to the form that [`Options`] keeps; errors if it has the wrong type.
     fn read(&self, value: Value) -> serde_json::Result<Value>;
 
     /// Errors if the option's value in `options` is not allowed.
     fn check(&self, options: &Options) -> Result<()>;
 
-    /// Converts and checks a value. Error messages name the option as `name`.
+    /// Converts and checks a value. Error messages call the option `name`, which may be another name than its own.
     fn accept(&self, name: &str, value: Value) -> Result<Value>;
 }
 
@@ -123,6 +123,7 @@ impl<T: Copy + Sync + FieldType + Serialize + DeserializeOwned> AnyOption for Op
         self.name
     }
 
+    /// Describes the option under the heading `group` of `--help`.
     fn field(&self, group: &'static str) -> Field {
         Field {
             name: self.name,
@@ -136,14 +137,17 @@ impl<T: Copy + Sync + FieldType + Serialize + DeserializeOwned> AnyOption for Op
         }
     }
 
+    /// Converts a value from JSON to T and back, which checks its type.
     fn read(&self, value: Value) -> serde_json::Result<Value> {
         serde_json::from_value::<T>(value).map(plain)
     }
 
+    /// Errors if the option's value in `options` is not allowed.
     fn check(&self, options: &Options) -> Result<()> {
         (self.check)(self.name, options.get(self))
     }
 
+    /// Converts a value from JSON and checks it; error messages call the option `name`.
     fn accept(&self, name: &str, value: Value) -> Result<Value> {
         let wrong = |e: serde_json::Error| Error::invalid(format!("{name}: {e}"));
         let value = serde_json::from_value::<T>(value).map_err(wrong)?;
@@ -169,6 +173,7 @@ impl Options {
     /// Returns the option's value, or its default.
     pub fn get<T: Copy + DeserializeOwned>(&self, option_spec: &OptionSpec<T>) -> T {
         match self.0.get(option_spec.name) {
+            // `set` has checked that the value has type T.
             Some(value) => serde_json::from_value(value.clone()).expect("`set` has read it"),
             None => option_spec.default,
         }
@@ -368,6 +373,7 @@ macro_rules! config {
                         f.write_str(concat!("struct ", stringify!($name)))
                     }
 
+                    /// Reads a JSON object; an option without a key keeps its default.
                     fn visit_map<M: serde::de::MapAccess<'de>>(
                         self,
                         mut map: M,

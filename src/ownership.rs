@@ -65,9 +65,10 @@ pub fn is_runs(path: &Path) -> bool {
             let is_cut = || !head.contains(&b'\n') && head.starts_with(b"{") && !checksums::listed(folder).is_empty();
             head.is_empty() || head.split(|byte| *byte == b'\n').any(is_event) || is_cut()
         }),
-        CURVES => {
-            starts(path, |head| head.starts_with(b"\x89PNG") && head.windows(13).any(|text| text == b"normformer_rs"))
-        }
+        CURVES => starts(path, |head| {
+            const PACKAGE: &[u8] = b"normformer_rs";
+            head.starts_with(b"\x89PNG") && head.windows(PACKAGE.len()).any(|text| text == PACKAGE)
+        }),
         LOCK => starts(path, is_lock),
         _ if NAMES.contains(&name) => match path.read_link() {
             Ok(target) => target.to_str().is_some_and(|target| update_of(target).is_some()),
@@ -102,7 +103,7 @@ pub fn is_a_runs_name(name: &str) -> bool {
         || update_of(name).is_some()
 }
 
-/// Returns every existing path in `folder` with a name that runs write, and true if a run wrote it.
+/// Returns each existing path in the run's folder whose name runs write (except [`LOCK`]), and true if a run wrote it.
 pub fn found(folder: &Path) -> Vec<(PathBuf, bool)> {
     let files = LISTED.iter().chain(&[CHECKSUMS, LOG, CURVES]).map(|name| folder.join(name));
     let checkpoints = folder.join(CHECKPOINTS);
@@ -119,17 +120,18 @@ pub fn found(folder: &Path) -> Vec<(PathBuf, bool)> {
     existing.map(|path| (path.clone(), is_runs(&path))).collect()
 }
 
-/// Parses a checkpoint's name into its update and how many times that update has been saved; the inverse of
+/// Parses a checkpoint's name into the pair (update, number of the save of this update, from 1); the inverse of
 /// [`name_of`].
 pub fn update_of(name: &str) -> Option<(u64, u32)> {
     let rest = name.strip_prefix("update-")?;
     let (update, saving) = rest.split_once('-').unwrap_or((rest, "1"));
     let key = (update.parse().ok()?, saving.parse().ok()?);
+    // Other spellings of the same numbers, such as `update-1`, are no names of checkpoints.
     (name_of(key) == name).then_some(key)
 }
 
-/// Returns the name of a checkpoint of `update`, saved for the time `saving`: `update-00001234`, or `update-00001234-2`
-/// if that update was saved once before.
+/// Returns the name of the checkpoint that is the `saving`-th save (from 1) of `update`: `update-00001234`, or
+/// `update-00001234-2` if that update was saved once before.
 pub fn name_of((update, saving): (u64, u32)) -> String {
     if saving == 1 {
         format!("update-{update:08}")
@@ -155,7 +157,7 @@ fn is_file(path: &Path) -> bool {
     path.symlink_metadata().is_ok_and(|metadata| metadata.is_file())
 }
 
-/// True if the file can be opened without following links, and `proves` accepts its first [`HEAD`] bytes.
+/// True if the file can be opened without following links, and `proves` is true for its first [`HEAD`] bytes.
 fn starts(path: &Path, proves: impl FnOnce(&[u8]) -> bool) -> bool {
     use std::io::Read;
     let Ok(file) = atomic::open(path, std::fs::File::options().read(true)) else { return false };

@@ -74,7 +74,8 @@ impl Part {
     }
 }
 
-/// Returns the role and the summed dimension of a parameter with this canonical name, number of dimensions and kind.
+/// Returns the role and the summed dimension of a parameter with this canonical name, such as
+/// `encoder.layers.0.linear1.weight`, this number of dimensions, and this kind.
 pub fn part(name: &str, dimensions: usize, declared: DeclaredAs) -> Part {
     let words: Vec<&str> = name.split('.').collect();
     // A layer's parameter has `layers.NUMBER` in its name.
@@ -229,7 +230,8 @@ static COMPLETEP: Parametrisation = Parametrisation {
             ParameterRole::Embedding | ParameterRole::End => of_mup,
             ParameterRole::HiddenMatrix | ParameterRole::HiddenVector => Multipliers {
                 lr: of_mup.lr * m.depth.powf(m.alpha - 1.0),
-                // The optimizer multiplies decay by the learning rate, whose factor for the width this cancels.
+                // The optimizer multiplies decay by the learning rate. Dividing by the rate's factor for the width
+                // makes the product independent of the width.
                 weight_decay: decay(role, 1.0 / m.rate),
                 eps: of_mup.eps * m.depth.powf(-m.alpha),
                 ..of_mup
@@ -254,11 +256,12 @@ static U_MUP: Parametrisation = Parametrisation {
     ..STANDARD
 };
 
-/// Returns the factor of weight decay: `matrices` for the matrices of layers, 1 for tables, and 0 for vectors.
-fn decay(role: ParameterRole, matrices: f64) -> f64 {
+/// Returns the factor of weight decay for a parameter of this role: `of_matrices` for the matrices of layers, 1 for
+/// tables, and 0 for vectors.
+fn decay(role: ParameterRole, of_matrices: f64) -> f64 {
     match role {
         ParameterRole::Embedding => 1.0,
-        ParameterRole::HiddenMatrix => matrices,
+        ParameterRole::HiddenMatrix => of_matrices,
         ParameterRole::HiddenVector | ParameterRole::End => 0.0,
     }
 }
@@ -374,7 +377,7 @@ impl Scaled {
         self.ratios(layers, StepSize::default())
     }
 
-    /// Returns the factor of every F(x) in a stack with `layers` layers.
+    /// Returns the factor of every sublayer's output F(x) in a stack with `layers` layers.
     pub fn branch(&self, layers: i64) -> f64 {
         self.residual * (self.parametrisation.branch)(&self.forward(Some(layers)))
     }
@@ -384,7 +387,7 @@ impl Scaled {
         self.output * (self.parametrisation.logits)(&self.forward(None))
     }
 
-    /// Returns the factor of the scores qᵀk.
+    /// Returns the factor of attention's scores qᵀk, for heads of width `d_head`.
     pub fn scores(&self, d_head: i64) -> f64 {
         self.given_scores.unwrap_or(match self.attention {
             AttentionScale::InverseSqrt => (d_head as f64).powf(-0.5),
@@ -392,9 +395,9 @@ impl Scaled {
         })
     }
 
-    /// Returns the factor that turns a layer matrix's std under the initialisation into σ_base/√m_d. A std that depends
-    /// on the fans already falls as 1/√d, so its factor is 1. A std that is the same at all widths is σ_base, so its
-    /// factor is the multiplier.
+    /// Returns the factor that turns a layer matrix's std under the initialisation into σ_base/√m_d, which is the base
+    /// model's std over the root of the width ratio. A std that depends on fan_in and fan_out already falls with the
+    /// width, so its factor is 1. A std that is the same at all widths (`has_fixed_std`) needs the whole multiplier.
     pub fn matrix(&self, has_fixed_std: bool) -> f64 {
         match has_fixed_std {
             true => (self.parametrisation.multipliers)(ParameterRole::HiddenMatrix, &self.forward(None)).init,

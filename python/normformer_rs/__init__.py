@@ -126,7 +126,7 @@ else:
         if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module = importlib.import_module(f".{home}", __name__)
-        # Kept as a global, the name is found without this function from now on.
+        # Python calls this function only for missing globals, so it is called once for each name.
         globals()[name] = module if home == name else getattr(module, name)
         return globals()[name]
 

@@ -68,7 +68,7 @@ def _load_file(path: Path) -> None:
     except BaseException:
         del sys.modules[CORE]
         raise
-    # Python's import also makes a module an attribute of its package.
+    # Python's own import would also make the module an attribute of its package.
     package, _, name = CORE.rpartition(".")
     setattr(sys.modules[package], name, core)
 
@@ -96,7 +96,7 @@ def core() -> Path | None:
     )
     if os.environ.get(ANY_TORCH) != "1":
         raise ImportError(message)
-    # The stack level is that of the user's `import normformer_rs`.
+    # With stacklevel 3 the warning names the line of the user's `import normformer_rs`.
     warnings.warn(f"{message} (going on with the core for {minors[-1]}, because {ANY_TORCH} is 1)", stacklevel=3)
     return cores[minors[-1]]
 
@@ -133,7 +133,7 @@ def _check_alone() -> None:
     )
     if os.environ.get(ANY_TORCH) != "1":
         raise ImportError(message)
-    # The stack level is that of the user's `import normformer_rs`.
+    # With stacklevel 4 the warning names the line of the user's `import normformer_rs`.
     warnings.warn(f"{message} (going on, because {ANY_TORCH} is 1)", stacklevel=4)
 
 

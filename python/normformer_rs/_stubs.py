@@ -83,7 +83,7 @@ def tables() -> dict[str, list[dict[str, Any]]]: ...
 
 def tables() -> str:
     """Returns the text of _tables.json, with one line per option or name."""
-    # `_loading.load` is not used, because it refuses an extension module that differs from _tables.json.
+    # `_loading.load` would refuse an extension module that differs from _tables.json, the file that is made anew here.
     importlib.import_module("torch")
     core: Any = importlib.import_module(_loading.CORE)
     return _json(json.loads(core.tables())) + "\n"
@@ -147,7 +147,7 @@ def norms() -> str:
     exported = ", ".join(json_string(entry["module"]) for entry in sorted(entries, key=lambda entry: entry["module"]))
     parts = [_NORMS_HEAD + f"__all__ = [{exported}]\n"]
     for entry in entries:
-        # 116 characters and an indent of 4 make a line of 120.
+        # The docstring is indented by 4 spaces, so its lines of 116 characters make lines of 120.
         about = textwrap.fill(f'"""{composed.doc(entry)}"""', 116, break_on_hyphens=False).replace("\n", "\n    ")
         base = "RunningNorm" if entry["form"] == "columns" else "RowNorm"
         lines = [f"class {entry['module']}({base}):", f"    {about}", ""]
@@ -158,10 +158,11 @@ def norms() -> str:
         lines += [f"    {option['name']}: {option['kind']}" for option in entry["options"]]
         lines += [f"    {buffer['name']}: torch.Tensor" for buffer in entry["buffers"]]
         lines += ["    def __init__("]
-        given = [f"        {p},".replace("typing.", "") for p in composed.signature(entry).parameters.values()]
+        arguments = [f"        {p},".replace("typing.", "") for p in composed.signature(entry).parameters.values()]
         if entry["form"] == "columns":  # elementwise_affine and what follows it are given by keyword
-            given.insert(next(i for i, line in enumerate(given) if "elementwise_affine" in line), "        *,")
-        lines += given
+            first_keyword = next(i for i, line in enumerate(arguments) if "elementwise_affine" in line)
+            arguments.insert(first_keyword, "        *,")
+        lines += arguments
         parts.append("\n".join([*lines, "    ) -> None: ...", ""]))
     text = "\n".join(parts)
     # The file imports Literal only if an annotation uses it.
@@ -185,7 +186,7 @@ def names() -> str:
         "called a normalization layer, a residual scheme a residual or skip connection, and an initialisation an",
         "initialization.",
     ]
-    for title, table, how in (
+    for title, table, usage in (
         (
             "Norms",
             "norms",
@@ -215,7 +216,7 @@ def names() -> str:
             "plain PyTorch `normformer_rs.nn.profile`).",
         ),
     ):
-        lines += ["", f"## {title}", "", how, ""]
+        lines += ["", f"## {title}", "", usage, ""]
         lines += ["| name | definition | source |", "|---|---|---|"]
         for entry in tables[table]:
             cells = (f"`{entry['name']}`", entry["equation"].replace("|", "\\|"), entry["source"])
@@ -270,7 +271,7 @@ def _choices(kinds: "list[type[Config]]") -> Iterator[str]:
     for choices, alias in _aliases(kinds).items():
         words = [json_string(choice) for choice in choices]
         line = f"{alias} = Literal[{', '.join(words)}]\n"
-        # A line has at most 120 characters and a newline.
+        # `line` ends with a newline, so 121 characters make a line of 120.
         yield line if len(line) <= 121 else f"{alias} = Literal[\n" + "".join(f"    {w},\n" for w in words) + "]\n"
 
 
@@ -279,9 +280,9 @@ def _annotation(field: "Field", kinds: "list[type[Config]]") -> str:
     from . import config
 
     kind = _aliases(kinds)[field.choices] if field.choices else field.kind
-    # Options that accept an object of the user's own name its type, too.
+    # Some options also accept an object of the user's own, so its type is added.
     kind += {"schemes": " | Scheme", "norms": " | Norm | str"}.get(config.OWN.get(field.name, ""), "")
-    # A mixture by layers, such as `prenorm*2,postnorm`, is a free text.
+    # An option with choices by layer also accepts a text such as `prenorm*2,postnorm`. A text times False is "".
     return kind + " | str" * field.per_layer + " | None" * field.optional
 
 
@@ -293,9 +294,9 @@ def json_string(text: str) -> str:
 def main() -> int:
     """Returns 0 if the files are up to date or have been written, otherwise 1."""
     parser = argparse.ArgumentParser(prog="python -m normformer_rs._stubs", description=__doc__)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check", action="store_true", help="fail if a file is out of date")
-    what.add_argument("--write", action="store_true", help="write the files")
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--check", action="store_true", help="fail if a file is out of date")
+    mode.add_argument("--write", action="store_true", help="write the files")
     is_writing = parser.parse_args().write
     stale = []
     # _tables.json comes first, because the other files are made from it.

@@ -10,6 +10,7 @@ from typing import Any
 
 PATH = Path(__file__).with_name("_tables.json")
 _FIELDS = {"version", "options", "resume", "tables"}
+"""The keys of the file's JSON object."""
 
 
 @functools.cache

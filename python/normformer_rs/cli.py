@@ -125,7 +125,7 @@ def _run(argv: Sequence[str] | None) -> int:
                 return 0
             args = _parser().parse_args(words)
             args.run(args)
-            ask()  # raises KeyboardInterrupt if a signal came and its exception was swallowed
+            ask()  # raises KeyboardInterrupt if a signal came and some code swallowed its exception
         finally:  # `--help` raises SystemExit, and its text must be written, too
             if sys.stdout is not None and not sys.stdout.closed:
                 write_out()
@@ -204,6 +204,7 @@ def _parser() -> Parser:
     completion.add_to(parser)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     for name, build in COMMANDS.items():
+        # `add` adds the command's own options to its parser; `run` runs the command with the parsed options.
         summary, run, add = build()
         command = commands.add_parser(name, help=summary, description=summary, add=add)
         command.set_defaults(run=run, parser=command)

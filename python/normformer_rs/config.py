@@ -29,7 +29,7 @@ _RANGES: dict[str, tuple[float, float | None, str]] = {
     "beam": (1, None, ""),
     "n_best": (1, None, ""),
     "max_length": (1, None, ""),
-    # With a large exponent the length's power is infinite, and every score is 0 or infinite.
+    # A large exponent alpha makes the length penalty infinite, and then every score is 0 or infinite.
     "alpha": (-10, 10, ": all scores would be 0 or infinite"),
 }
 """The least and largest values that are checked before the extension module is loaded, and a reason for the error. The
@@ -70,13 +70,13 @@ class Field(NamedTuple):
         if self.kind == "float" and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if self.kind == "int" and not isinstance(value, (int, str)) and hasattr(value, "__index__"):
-            value = operator.index(value)  # an integer of numpy
+            value = operator.index(value)  # converts an integer of numpy
         if self.kind == "float" and isinstance(value, numbers.Real) and not isinstance(value, (int, float)):
-            value = float(value)  # a number of numpy, or a fraction
+            value = float(value)  # converts a number of numpy, or a fraction
         if self.kind == "str" and isinstance(value, os.PathLike):
             value = os.fspath(value)
         if self.kind == "float" and value == "inf":
-            value = math.inf  # JSON cannot write infinity
+            value = math.inf  # JSON has no infinity, so files hold the text "inf"
         kind = _TYPES[self.kind]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             none = (" or none" if _speaks_flags else " or None") * self.optional
@@ -86,11 +86,11 @@ class Field(NamedTuple):
             raise InputError(f"{self.name} must be a finite number; got {value}")
         if self.kind == "int" and not -(2**63) <= value < 2**63:
             raise InputError(f"{self.name} must be a whole number of 64 bits; got {value}")
-        least, most, otherwise = _RANGES.get(self.name, (None, None, ""))
+        least, most, reason = _RANGES.get(self.name, (None, None, ""))
         if least is not None and value < least and most is None:
             raise InputError(f"{self.name} must be at least {least}; got {value}")
         if most is not None and not least <= value <= most:
-            raise InputError(f"{self.name} must lie between {least} and {most}; got {value}{otherwise}")
+            raise InputError(f"{self.name} must lie between {least} and {most}; got {value}{reason}")
         if self.kind == "str":
             value = readable(self.name, value)
         # In a mixture by layers, `choice*layers,…,choice`, only the choices are checked here.
@@ -108,10 +108,10 @@ OWN = {"residual": "schemes", "norm": "norms", "encoder_norm": "norms", "decoder
 
 def _declared(option: str, value: Any) -> Any:
     """Returns a user's own scheme or norm, given as an object, a class, its entry in a config.json, or
-    file.py:Class; None if the value is none of these."""
+    file.py:Class; None if the value is none of these. `option`: the option's name, "residual" for a scheme."""
     if isinstance(value, str) and not names_code(value):
         return None
-    from . import schemes  # imported here, because most models use a name of the table
+    from . import schemes  # imported only here, because few models have an object of the user's own
     from .declarations import norm
 
     kind: Any = schemes.Scheme if option == "residual" else norm.Norm
@@ -177,9 +177,9 @@ def _distance(a: str, b: str) -> int:
 
 
 def unknown(what: str, got: Any, choices: Iterable[str]) -> str:
-    """Returns an error such as `unknown norm "scalnorm" (did you mean "scalenorm"?); expected one of layernorm, …`. If
-    the name belongs to another table, the text names its option: `("mix-ln" is a residual scheme: residual="mix-ln")`,
-    on the command line as a flag."""
+    """Returns an error such as `unknown norm "scalnorm" (did you mean "scalenorm"?); expected one of layernorm, …`, for
+    the name `got`; `what` is the kind of name. If the name belongs to another table, the text names its option:
+    `("mix-ln" is a residual scheme: residual="mix-ln")`, on the command line as a flag."""
     got, choices = str(got), list(choices)
     near = _of_another_table(got) or closest(got, choices)
     return f'unknown {what} "{got}"{near}; expected one of {", ".join(choices)}'
@@ -206,6 +206,7 @@ _OPTIONS_OF_TABLES = {
     "inits": ("init", "an initialisation"),
     "parametrisations": ("parametrisation", "a parametrisation"),
 }
+"""For each table, the option that accepts its names, and the noun for one of them in messages."""
 
 
 def _of_another_table(got: str) -> str:
@@ -309,12 +310,13 @@ ENTRIES: dict[str, list[dict[str, Any]]] = _TABLES["tables"]
 
 
 def _generate(name: str, which: str, summary: str) -> Any:
-    """Returns a configuration class with the options that Rust lists under `which`."""
+    """Returns a configuration class, called `name`, with the options that Rust lists under `which`. `summary`: the
+    first line of its docstring."""
     entries = _TABLES["options"][which]
     fields = tuple(Field(**{**entry, "choices": tuple(entry["choices"])}) for entry in entries)
     columns = [(field.name, field.annotation, dataclasses.field(default=field.default)) for field in fields]
     namespace = {"FIELDS": fields, "__doc__": _document(summary, fields), "__module__": __name__}
-    inherited = {"init": False, "repr": False, "eq": False}  # the methods that `Config` has for all classes
+    inherited = {"init": False, "repr": False, "eq": False}  # methods that `Config` has for all classes
     config = dataclasses.make_dataclass(name, columns, bases=(Config,), namespace=namespace, frozen=True, **inherited)
     config.__module__ = __name__  # for pickle: Python 3.12 and later put make_dataclass's caller here
     return config
@@ -367,6 +369,6 @@ def tables() -> dict[str, list[dict[str, Any]]]:
     A norm's entry also describes its module: its class in `normformer_rs.nn`, parameters, options and operator.
     `others` has further parts of models.
     """
-    from . import _html  # its imports take 2 ms
+    from . import _html  # imported only here, because its imports take 2 ms
 
     return _html.Tables({name: _html.Table(rows) for name, rows in copy.deepcopy(ENTRIES).items()})

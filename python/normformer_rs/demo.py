@@ -48,6 +48,7 @@ more."""
 SIZES = {"train": 6000, "valid": 200, "test": 400}
 SEED = 1
 SHOWN = 5
+"""The number of translations that a run prints."""
 _DAYS = {
     "january": 31,
     "february": 28,
@@ -63,8 +64,8 @@ _DAYS = {
     "december": 31,
 }
 _APRIL = 4
-# In these ordinals the word after "thứ" differs from the number's word.
 _THU = {1: "nhất", 4: "tư"}
+"""The words after "thứ" in the two ordinals where it is not the word of the number."""
 
 
 class Pair(NamedTuple):
@@ -121,7 +122,8 @@ _BASICS = 200  # the first 100 numbers and 100 ordinals, in which every word occ
 
 
 def _items(draw: random.Random, words: Callable[..., str]) -> Iterator[Pair]:
-    """Yields the basics, then random items without end: 40 % cardinals, 20 % ordinals, 40 % dates."""
+    """Yields the basics, then random items without end: 40 % cardinals, 20 % ordinals, 40 % dates. `words`: the
+    function of `_words`."""
     for n in range(100):
         yield _cardinal(n, words)
         yield _ordinal(n + 1, words)
@@ -160,7 +162,7 @@ def _words() -> Callable[..., str]:
     """Returns a function that writes numbers in words, without commas and hyphens."""
     num2words = require("num2words", "the demo's text").num2words
 
-    @functools.cache  # because most numbers occur many times
+    @functools.cache  # most numbers occur many times
     def words(n: int, lang: str, to: str = "cardinal") -> str:
         return num2words(n, lang=lang, to=to).replace(",", "").replace("-", " ")
 
@@ -175,7 +177,7 @@ def write_corpus(folder: str | Path, made: Corpus | None = None) -> DataConfig:
     for name, pairs in made._asdict().items():
         write_lines(str(folder / f"{name}.en"), [pair.english for pair in pairs])
         write_lines(str(folder / f"{name}.vi"), [pair.vietnamese for pair in pairs])
-    # DataConfig's options: train_source, train_target, valid_source and valid_target.
+    # The keys are DataConfig's options train_source, train_target, valid_source and valid_target.
     files: dict[str, Any] = {
         f"{part}_{side}": str(folder / f"{part}.{ending}")
         for part in ("train", "valid")
@@ -213,7 +215,7 @@ def run(output: str | Path, *, updates: int | None = None, progress: bool = True
     The run goes to `output`, where it replaces only an earlier demo's, and the text to `output`-text.
     Errors: InputError if `output` holds another run.
     """
-    from . import _core  # here, so that `demo --help` does not import torch
+    from . import _core  # imported only here, so that `demo --help` does not import torch
     from .loop.training import Trainer
     from .loop.translation import translate
 

@@ -69,7 +69,7 @@ def bleu_by_depth(
         name = names[number] if names else f"{model['residual']}, {model['norm']}"
         points_by_name.setdefault(name, []).append((depth, float(np.nanmax(scores))))
     require("matplotlib", "the picture")
-    # For each name the points by rising depth, as a tuple of depths and a tuple of scores.
+    # `lines` takes a tuple of depths and one of scores for each line, whose key is a tuple with its name.
     drawn: dict[tuple[str, ...], Any] = {
         (name,): tuple(zip(*sorted(points))) for name, points in points_by_name.items()
     }
@@ -207,8 +207,8 @@ def _options(run: History) -> dict[str, Any]:
 
 
 def _logged(measure: Callable[[History], Found], lacking: str) -> Callable[[History], Found]:
-    """Returns a function that calls `measure`, and raises InputError if the result is empty. `lacking` is the part of
-    the message that says what is missing."""
+    """Returns a function that calls `measure`, and raises InputError if the result is empty. The message is
+    "no {lacking} log_statistics = N"."""
 
     def measured(history: History) -> Found:
         if not (numbers := measure(history)):

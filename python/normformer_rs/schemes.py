@@ -196,7 +196,7 @@ class Scheme(FromFile):
         return mine.keys() == theirs.keys() and all(_same(mine[k], theirs[k]) for k in mine)
 
     def __hash__(self) -> int:
-        return hash((type(self), *sorted(vars(self))))  # equal values, such as 1 and 1.0, may print differently
+        return hash((type(self), *sorted(vars(self))))  # only names count, because values may have no hash
 
 
 _ABOUT: dict[str, type] = {"name": str, "equation": str, "source": str, "init": str}
@@ -237,7 +237,7 @@ class DeclaredScheme(Scheme):
         return hash(json.dumps(self.data, sort_keys=True))
 
 
-# Declarations as plain data.
+# The functions below write declarations as plain data.
 
 
 def _stack(scheme: Scheme, first: Place) -> dict[str, Any]:

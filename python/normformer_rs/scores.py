@@ -137,7 +137,8 @@ class Counts(NamedTuple):
 
 
 def counts(hypotheses: Sequence[str], references: Sequence[str], tokenize: str) -> Counts:
-    """Counts the lines as `score` does. Errors: ImportError without sacrebleu."""
+    """Returns the counts of each line, from which `score_counts` computes what `score` computes from the text. Errors:
+    ImportError without sacrebleu."""
     metrics = require("sacrebleu.metrics", "scoring translations")
     metric = metrics.BLEU(tokenize=tokenize, force=True, references=[list(references)])
     lines = metric._extract_corpus_statistics(list(hypotheses), None)
@@ -148,7 +149,7 @@ def score_counts(
     ours: Counts, theirs: Counts | None = None, *, resamples: int = RESAMPLES, seed: str = "12345"
 ) -> tuple[float, str, Comparison | None]:
     """Returns BLEU, sacreBLEU's line, and the comparison with a baseline, all as `score` computes them from the
-    text."""
+    text. `ours`, `theirs`: the counts of the system and of the baseline; without a baseline there is no comparison."""
     metric = require("sacrebleu.metrics", "scoring translations").BLEU(force=True)
     bleu = metric._compute_score_from_stats(np.sum(ours.lines, 0).tolist())
     line = bleu.format(signature=ours.signature)
@@ -189,7 +190,8 @@ def resampling_seed() -> str:
 
 
 def _draws(lines: int, resamples: int, seed: str) -> NDArray[np.int64]:
-    """Returns the indices of each resample's lines, (resamples, lines), as sacreBLEU draws them."""
+    """Returns the indices of each resample's lines, (resamples, lines), as sacreBLEU draws them. `lines`: the number of
+    lines; `seed`: a whole number, or "none" for a random seed."""
     try:
         generator = np.random.default_rng(None if seed.lower() == "none" else int(seed))
     except ValueError as error:

@@ -46,7 +46,7 @@ _PACKED = (
 format, and a command that unpacks it. The last entry is found if gzip was applied twice."""
 RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 """The endings of the names of files that hold records."""
-# Lone surrogates are code points that UTF-8 cannot encode. The other pattern lists what `escaped` replaces.
+# _SURROGATE matches lone surrogates, which UTF-8 cannot encode; _UNSHOWN, the characters that `escaped` replaces.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -60,7 +60,7 @@ def escaped(text: str) -> str:
     >>> escaped("a\x1b[2J\n")
     'a\\x1b[2J\\n'
     """
-    return _UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _UNSHOWN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def read_lines(path: str, *, empty: bool = False, records: bool = False) -> list[str]:
@@ -77,7 +77,7 @@ def read_lines(path: str, *, empty: bool = False, records: bool = False) -> list
     name = "standard input" if path == STANDARD else path
     try:
         data = sys.stdin.buffer.read() if path == STANDARD else Path(path).read_bytes()
-        if data.startswith(b"\x1f\x8b"):
+        if data.startswith(b"\x1f\x8b"):  # gzip's first two bytes
             data = gzip.decompress(data)
     except MemoryError as error:
         raise InputError(f"{name}: its text does not fit into memory: give a smaller file, or more memory") from error
@@ -130,10 +130,10 @@ def open_regular(path: str | PathLike[str]) -> BinaryIO:
     Errors: InputError for a folder, a device or a pipe; FileNotFoundError.
     """
     # With O_NONBLOCK a FIFO without a writer opens at once, and is refused below.
-    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(number).st_mode):
-        return open(number, "rb")
-    os.close(number)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
     raise InputError(f"{path}: a folder, a device or a pipe; expected a regular file")
 
 
@@ -230,7 +230,7 @@ def check_writable(path: str) -> None:
         raise InputError(f"{path}: a folder; give the name of a file in it")
     if not target.parent.is_dir():
         raise InputError(f"{path}: there is no folder {target.parent}; make it, or choose another output")
-    # A device is written to itself; a file is replaced, for which its folder must be writable.
+    # A device must be writable itself. A file is replaced by a new one, so its folder must be writable.
     if not os.access(target if target.exists() and not target.is_file() else target.parent, os.W_OK):
         raise InputError(f"{path}: {target.parent} is not writable; choose another output")
 
@@ -242,7 +242,7 @@ def _is_open(stream: Any, refused: int) -> bool:
         return False
     try:
         return fcntl.fcntl(stream.fileno(), fcntl.F_GETFL) & os.O_ACCMODE != refused
-    except (AttributeError, io.UnsupportedOperation):  # a notebook's or a test's stream, which has no file
+    except (AttributeError, io.UnsupportedOperation):  # the streams of notebooks and tests have no file
         return True
     except OSError:
         return False

@@ -1,5 +1,6 @@
 //! Injected failures, for tests. Before every system call that writes into a run's folder, the program calls [`point`]
-//! with the call's name: it passes a place. There a test can kill the process or report a full disk.
+//! with the call's name. Each such call of `point` is a place, at which a test can kill the process or report a full
+//! disk.
 //!
 //! `NORMFORMER_RS_FAULT=kill:K` sends the process SIGKILL at the K-th place that it passes (counted from 1), for
 //! tests that start the program as a process. `stop:K` sends SIGSTOP there, so that the process waits for SIGCONT.
@@ -31,6 +32,7 @@ pub enum Fault {
     Count,
 }
 
+/// The planned fault, and how many places have been passed on the way to it.
 struct Plan {
     fault: Fault,
     /// The number of places passed so far.
@@ -45,7 +47,7 @@ impl Plan {
     }
 }
 
-// The values of STATE: whether the environment variable has been read, and whether there is a plan.
+// The values of STATE: the environment variable has not been read yet, there is no plan, or there is one.
 const UNREAD: u8 = 0;
 const OFF: u8 = 1;
 const ON: u8 = 2;
@@ -55,8 +57,8 @@ static PLAN: Mutex<Option<Plan>> = Mutex::new(None);
 #[cfg(test)]
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// Passes the place before the system call `name`: returns `Ok`, unless a fault is planned here. Without a plan, this
-/// costs one relaxed load.
+/// Counts the place before the system call `name`, and returns `Ok` unless a fault is planned here. Without a plan,
+/// this costs one relaxed load.
 ///
 /// # Errors
 /// Returns the planned ENOSPC or EIO, or `InvalidInput` if the environment variable cannot be parsed.
@@ -68,7 +70,8 @@ pub fn point(name: &str) -> io::Result<()> {
     }
 }
 
-/// True if the planned fault is a short write at the place that was passed last. For callers that got its error.
+/// True if the planned fault is a short write, and the place that was passed last is that of the fault. A caller that
+/// gets an error from [`point`] asks this, and then writes half of its bytes.
 pub fn is_short() -> bool {
     let is_planned = |p: &Plan| p.is_for_this_thread() && p.fault == Fault::Short(p.passed);
     STATE.load(Ordering::Relaxed) == ON && lock(&PLAN).as_ref().is_some_and(is_planned)
@@ -96,9 +99,10 @@ pub fn arm(fault: Fault) -> Armed {
     Armed { _turn: turn }
 }
 
-/// A plan in force; see [`arm`].
+/// A guard that keeps a fault planned; see [`arm`].
 #[cfg(test)]
 pub struct Armed {
+    /// The lock that makes other callers of [`arm`] wait.
     _turn: MutexGuard<'static, ()>,
 }
 
@@ -112,6 +116,7 @@ impl Armed {
 
 #[cfg(test)]
 impl Drop for Armed {
+    /// Ends the plan, so that no fault happens any more.
     fn drop(&mut self) {
         *lock(&PLAN) = None;
         STATE.store(OFF, Ordering::Relaxed);
@@ -137,14 +142,15 @@ fn pass_place(name: &str) -> io::Result<()> {
     match plan.fault {
         Fault::Kill(k) if plan.passed == k => {
             eprintln!("{VARIABLE}: killed at place {k}, before: {name}");
-            // SAFETY: kill takes no pointer; SIGKILL to oneself does not return.
+            // SAFETY: kill takes no pointer.
             unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+            // The signal may arrive a moment later; until then the thread must not go on.
             loop {
                 thread::park();
             }
         }
         Fault::Stop(k) if plan.passed == k => {
-            // SAFETY: kill takes no pointer; SIGSTOP to oneself returns at SIGCONT.
+            // SAFETY: kill takes no pointer. The process stops here, until it gets SIGCONT.
             unsafe { libc::kill(libc::getpid(), libc::SIGSTOP) };
             Ok(())
         }
@@ -154,6 +160,7 @@ fn pass_place(name: &str) -> io::Result<()> {
     }
 }
 
+/// Parses the environment variable's value, such as "kill:3".
 fn parse(text: &str) -> io::Result<Fault> {
     let number = |k: &str| k.parse().ok().filter(|&k| k > 0);
     let fault = match text.split_once(':') {

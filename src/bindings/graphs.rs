@@ -1,8 +1,7 @@
-//! CUDA graphs recorded with torch's own class, which handles what torch's allocator and libraries need during a
-//! capture.
+//! Records CUDA graphs with torch's own class, which does what torch's allocator and libraries need during a capture.
 //!
-//! Between the beginning and the end of a capture, and in a replay, Python only calls C functions and runs no
-//! bytecode. So a pending Ctrl-C is raised only when the observer is called.
+//! During a capture and a replay, Python runs no bytecode, so Ctrl-C cannot interrupt them. Python raises it later,
+//! when the training loop calls its observer.
 
 use crate::error::{Error, Result};
 use crate::operator::SideStream;
@@ -19,18 +18,20 @@ pub fn recorder(device: Device) -> Box<dyn Recorder> {
 /// The recorder of CUDA graphs for one device.
 struct CudaGraphs {
     device: Device,
-    /// Created at the first recording.
+    /// The state that all graphs share; `None` until the first recording creates it.
     shared: Option<GraphPool>,
 }
 
 /// The state that all graphs on a device share.
 struct GraphPool {
+    /// The Python module `torch._C`.
     torch: PyObject,
-    /// The index of the device.
+    /// The index of the CUDA device; 0 if there is none, as in tests.
     index: usize,
     /// The memory pool of all graphs. They can share it because they never run at the same time.
     pool: PyObject,
-    /// A side stream: torch's default stream cannot be captured. `None` if there is no device, as in tests.
+    /// The stream on which graphs are captured, because torch's default stream cannot be captured. `None` if there is
+    /// no CUDA device, as in tests.
     stream: Option<SideStream>,
 }
 
@@ -38,7 +39,7 @@ struct GraphPool {
 struct CudaGraph(Option<PyObject>);
 
 impl Drop for CudaGraph {
-    /// Frees the graph's memory at once. Without the GIL, the object would live until another thread takes the GIL.
+    /// Frees the graph's memory at once. Without the GIL, pyo3 would free the object only when a thread takes the GIL.
     fn drop(&mut self) {
         Python::with_gil(|_| drop(self.0.take()));
     }
@@ -65,7 +66,7 @@ impl GraphPool {
         self.torch.call_method0(py, "_cuda_synchronize")?;
         self.torch.call_method0(py, "_cuda_emptyCache")?;
         let graph = self.torch.call_method0(py, "_CUDAGraph")?;
-        // In this mode other threads, such as a notebook's, may use CUDA during the capture.
+        // With "thread_local", other threads, such as those of a notebook, may use CUDA during the capture.
         let mode = "thread_local".into_pyobject(py)?.into_any().unbind();
         let options = [("pool", self.pool.clone_ref(py)), ("capture_error_mode", mode)].into_py_dict(py)?;
         graph.call_method(py, "capture_begin", (), Some(&options)).inspect_err(|_| self.abandon(py))?;
@@ -90,27 +91,29 @@ impl Recorder for CudaGraphs {
     fn record(&mut self, work: Work) -> Result<Box<dyn Replay>> {
         let shared = match &mut self.shared {
             Some(shared) => shared,
+            // `get_or_insert_with` could not pass on an error of `new`.
             none => none.insert(GraphPool::new(self.device)?),
         };
         // While this guard lives, the side stream is the current stream.
         let _entered = shared.stream.as_ref().map(SideStream::enter).transpose()?;
         let graph = Python::with_gil(|py| shared.begin(py)).map_err(failed)?;
         // The capture ends even if the work has failed; then the work's error is reported, not the capture's.
-        let result = work();
+        let worked = work();
         let ended = Python::with_gil(|py| shared.end(py, &graph)).map_err(failed);
-        result.and(ended)?;
+        worked.and(ended)?;
         Ok(Box::new(graph))
     }
 }
 
 impl Replay for CudaGraph {
+    /// Launches the graph on torch's current stream.
     fn replay(&self) -> Result<()> {
         Python::with_gil(|py| self.call(py, "replay")).map_err(failed)
     }
 }
 
 impl CudaGraph {
-    /// Calls a method of torch's graph.
+    /// Calls the method called `method` of torch's graph, without arguments.
     fn call(&self, py: Python<'_>, method: &str) -> PyResult<()> {
         self.0.as_ref().expect("only Drop takes it").call_method0(py, method)?;
         Ok(())

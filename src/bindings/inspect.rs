@@ -15,7 +15,9 @@ use std::collections::{BTreeMap, HashMap};
 fn tables() -> PyResult<String> {
     let entry =
         |name: &str, equation: &str, source: &str| json!({"name": name, "equation": equation, "source": source});
+    // Methods that are in none of the tables below, each as [name, equation, source].
     let others = [norm::group_scaling::ABOUT, norm::fix_norm::ABOUT, residual::PROFILING, model::TENSORIZED];
+    // Numbers that Python's implementations take from the Rust code.
     let constants = [
         ("fixnorm_eps", norm::fix_norm::EPS),
         ("fixnorm_bound", norm::fix_norm::INIT_BOUND),
@@ -48,8 +50,8 @@ fn tables() -> PyResult<String> {
     }))
 }
 
-/// Errors if options of a model and its training contradict each other. The data's vocabulary is not known yet, so any
-/// valid size stands for it.
+/// Errors if options of a model and its training (both JSON) contradict each other. The size of the vocabulary is not
+/// known yet, so a valid size, 8, stands for it.
 #[pyfunction]
 fn check_options(model: &str, training: &str) -> PyResult<()> {
     let mut model: TransformerConfig = config::from_json("model", model)?;
@@ -66,19 +68,20 @@ fn operator_counts() -> HashMap<&'static str, (u64, u64)> {
     operator::counts().into_iter().map(|(name, kernel, composed)| (name, (kernel, composed))).collect()
 }
 
-/// Runs a kernel and returns the number of threads that took part: `torch.get_num_threads()`, unless OpenMP is
-/// missing.
+/// Runs the kernels' parallel loop and returns the number of threads that took part: `torch.get_num_threads()`, unless
+/// OpenMP is missing.
 #[pyfunction]
 fn threads_in_kernels(py: Python<'_>) -> usize {
     py.allow_threads(|| {
         // A thread that panicked does not harm the set of ids, so a poisoned lock is used all the same.
-        let seen = std::sync::Mutex::new(std::collections::HashSet::new());
-        // The work is so slow that no thread can take all 64 parts before the others have started.
-        crate::cpu::parallel::for_each(64, 1, |_| {
+        let thread_ids = std::sync::Mutex::new(std::collections::HashSet::new());
+        // Each of the 64 parts takes 1 ms, so no thread can take all of them before the others have started.
+        let (parts, parts_at_a_time) = (64, 1);
+        crate::cpu::parallel::for_each(parts, parts_at_a_time, |_| {
             std::thread::sleep(std::time::Duration::from_millis(1));
-            seen.lock().unwrap_or_else(|e| e.into_inner()).insert(std::thread::current().id());
+            thread_ids.lock().unwrap_or_else(|e| e.into_inner()).insert(std::thread::current().id());
         });
-        seen.into_inner().unwrap_or_else(|e| e.into_inner()).len()
+        thread_ids.into_inner().unwrap_or_else(|e| e.into_inner()).len()
     })
 }
 
@@ -137,8 +140,8 @@ fn cuda_compile(py: Python<'_>, program: &str, options: &str, architecture: i32)
     Ok(released(py, || crate::cuda::compile_verbosely(chosen, options, architecture))?)
 }
 
-/// Makes one step of an optimizer's rule for one matrix or vector of any floating type, in place. `state` holds the
-/// tensors of the rule's state, in order.
+/// Makes one step of the optimizer that the options `training` (JSON) name, for one matrix or vector of any floating
+/// type. Changes `parameter` and `state` in place. `state` holds the tensors of the optimizer's state, in order.
 #[pyfunction]
 fn step_by_rule(
     py: Python<'_>,
@@ -156,6 +159,7 @@ fn step_by_rule(
     Ok(())
 }
 
+/// Adds this file's functions to the Python module.
 pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(check_options, m)?)?;
     m.add_function(wrap_pyfunction!(tables, m)?)?;

@@ -25,7 +25,7 @@ import_exception!(normformer_rs.errors, DivergedError);
 import_exception!(normformer_rs.errors, Interrupted);
 
 impl From<Error> for PyErr {
-    /// Returns the exception for an error: an own class for each kind that users may want to catch.
+    /// Returns the Python exception for an error. Each kind of error that users may want to catch has its own class.
     fn from(e: Error) -> PyErr {
         // If a Python exception caused the error, that exception is returned itself.
         if let Error::Raised(_) | Error::Torch(_) = &e {
@@ -82,7 +82,7 @@ fn check_signals(py: Python<'_>) -> PyResult<()> {
     check_stop_request(py)
 }
 
-/// Raises if Python has recorded a request to stop.
+/// Raises if Python has recorded a request to stop. The Python function `ask` raises the exception.
 fn check_stop_request(py: Python<'_>) -> PyResult<()> {
     static ASK: GILOnceCell<Py<PyAny>> = GILOnceCell::new();
     ASK.import(py, "normformer_rs.loop.signals", "ask")?.call0().map(drop)
@@ -93,7 +93,7 @@ fn json_text(value: &impl serde::Serialize) -> PyResult<String> {
     serde_json::to_string(value).map_err(|e| PyRuntimeError::new_err(e.to_string()))
 }
 
-/// Returns libtorch's type for a precision's name.
+/// Returns libtorch's type of numbers for a precision's name.
 fn kind(precision: &str) -> PyResult<Kind> {
     match precision {
         "f32" => Ok(Kind::Float),
@@ -103,7 +103,7 @@ fn kind(precision: &str) -> PyResult<Kind> {
     }
 }
 
-/// Returns the tensors by name; `names` are in the order of `tensors`.
+/// Returns the tensors by name; `names` has the name of each of the `tensors`, in the same order.
 fn named(names: Vec<String>, tensors: Vec<PyTensor>) -> BTreeMap<String, Tensor> {
     names.into_iter().zip(tensors.into_iter().map(|t| t.0)).collect()
 }
@@ -112,8 +112,10 @@ fn named(names: Vec<String>, tensors: Vec<PyTensor>) -> BTreeMap<String, Tensor>
 /// the file for this text: with another libtorch loading fails, and the linker's message would not name the cause.
 static BUILT_AGAINST: &str = concat!("normformer_rs is built against torch ", env!("NORMFORMER_RS_TORCH"), ";");
 
+// Fills the Python module; Python calls this function at the import. A doc comment would become the module's `__doc__`.
 #[pymodule]
 fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    // oneDNN reads its limits at its first use, so this must run before any product.
     crate::cpu::amx::avoid_if_broken();
     crate::operator::register();
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;

@@ -20,7 +20,8 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use tch::{Kind, Tensor};
 
-/// Returns new parameters, each under its canonical name.
+/// Returns the parameters and buffers of a new model, each under its canonical name. `seed` is that of the initial
+/// values.
 #[pyfunction]
 fn parameters(py: Python<'_>, model: &str, seed: u64, device: &str) -> PyResult<Vec<(String, PyTensor)>> {
     let model: TransformerConfig = config::from_json("model", model)?;
@@ -56,6 +57,7 @@ fn draw_linear(
     let roles = roles.iter().map(|role| Role::parse(role)).collect::<Result<Vec<_>, _>>()?;
     let kinds = sublayers(kinds)?;
     let context = with_kinds(config.place(residual::StackName::parse(stack)?, layer), &kinds);
+    // `each` iterates over the places of the layer's sublayers.
     let place = context
         .each()
         .nth(sublayer)
@@ -103,7 +105,8 @@ fn sublayers(kinds: Option<Vec<String>>) -> Result<Vec<residual::Sublayer>, Erro
     kinds.unwrap_or_default().iter().map(|kind| residual::Sublayer::parse(kind)).collect()
 }
 
-/// Returns `context` for a layer with the sublayers `kinds`; an empty list changes nothing.
+/// Returns `context`, the place of a layer's first sublayer, for a layer with the sublayers `kinds`. An empty list
+/// changes nothing.
 fn with_kinds<'a>(context: residual::LayerContext<'a>, kinds: &'a [residual::Sublayer]) -> residual::LayerContext<'a> {
     context.of_block(kinds).unwrap_or(context)
 }
@@ -120,6 +123,7 @@ fn declare(model: &str, stack: &str, kinds: Option<Vec<String>>) -> PyResult<Str
     let kinds = sublayers(kinds)?;
     config.check_options_of(&kinds)?;
     let schemes = config.schemes();
+    // The place of the first sublayer in the stack's first layer.
     let first = with_kinds(config.place(residual::StackName::parse(stack)?, 0), &kinds);
     let (layers, flow) = (schemes.layers(&first), schemes.flow(&first));
     let layer = |(index, layer): (usize, &residual::LayerSpec)| {
@@ -203,13 +207,15 @@ fn unit_multipliers(
     let built = Transformer::with_parameters(&model, &named(names, tensors))?;
     let parts = built.parameters.parts();
     let each = parts.map(|(name, t, part)| {
+        // The first result, a sort key for the optimizer, is not needed.
         let (_, factors) = model.multipliers(name, part, &t.size(), crate::parametrisation::StepSize::Entries);
         (name.to_string(), (factors.lr, factors.weight_decay, factors.eps))
     });
     Ok(each.collect())
 }
 
-/// Returns each matrix that `unit_matrices` keeps on the sphere, with the dimension along which its unit vectors lie.
+/// Returns the names of the matrices whose vectors the option `unit_matrices` keeps at norm 1, each with the dimension
+/// along which these vectors lie.
 #[pyfunction]
 fn unit_dimensions(model: &str, names: Vec<String>, tensors: Vec<PyTensor>) -> PyResult<HashMap<String, i64>> {
     let model: TransformerConfig = config::from_json("model", model)?;
@@ -220,8 +226,9 @@ fn unit_dimensions(model: &str, names: Vec<String>, tensors: Vec<PyTensor>) -> P
         .collect())
 }
 
-/// Returns the logits (B, T, V) for padded token ids, with zeros at padding, whose id is 1. `seed` is int64 (seed,
-/// update, micro-batch); None means evaluation. `heard` is called with what the pass computes, see [`Listener`].
+/// Returns the logits (B, T, V) for token ids `source` (B, S) and `target_input` (B, T), padded with id 1. At padding
+/// the logits are zeros. A language model has no source. `seed` is int64 (seed, update, micro-batch) for dropout; None
+/// means evaluation. `heard` is called with what the pass computes, see [`Listener`].
 #[pyfunction]
 #[pyo3(signature = (model, names, tensors, source, target_input, seed, precision, heard=None))]
 #[allow(clippy::too_many_arguments)]
@@ -253,7 +260,8 @@ fn forward(
     Ok(PyTensor(logits))
 }
 
-/// Packs padded token ids for the model. Returns the model, the packed sentences, and the type of matrix products.
+/// Packs padded token ids, (B, S) and (B, T), for the model. Returns the model unchanged, so that callers can build it
+/// in the call; the packed sentences; and the type of matrix products.
 fn reading(
     built: Transformer,
     source: Option<Tensor>,
@@ -269,7 +277,8 @@ fn reading(
     Ok((built, read, if is_double { Kind::Double } else { kind }))
 }
 
-/// Returns a training context if there is a seed, else an evaluation context.
+/// Returns the settings of a pass in training mode if there is a seed, else in evaluation mode. `kind` is the type of
+/// matrix products.
 fn context(model: &TransformerConfig, seed: Option<Tensor>, kind: Kind) -> Context {
     match seed {
         Some(seed) => Context::training(Rates::of(model), seed, kind),
@@ -277,9 +286,9 @@ fn context(model: &TransformerConfig, seed: Option<Tensor>, kind: Kind) -> Conte
     }
 }
 
-/// Runs the model on padded token ids and observes each stack. Returns ([cosines, active, sizes, scores, mixing],
-/// statistics) for each. `seed` means the same as in `forward`; `loss` computes a scalar from the logits. Running
-/// statistics do not change.
+/// Runs the model on padded token ids, and returns the diagnostics of each stack (see [`Observed`]). The arguments mean
+/// the same as in `forward`. `loss` is a Python function that computes a scalar from the logits; None leaves out the
+/// gradients of statistics. Running statistics do not change.
 #[pyfunction]
 #[pyo3(signature = (model, names, tensors, source, target_input, seed, precision, loss))]
 #[allow(clippy::too_many_arguments)]
@@ -304,31 +313,34 @@ fn observe<'py>(
         let build = if is_differentiated { Transformer::to_train } else { Transformer::with_parameters };
         let (built, read, kind) = reading(build(&model, &tensors)?, source, &target, kind)?;
         let watch = Rc::new(Diagnostics::default());
-        // A fork for a second run (true) does not update running statistics.
-        let ctx = context(&model, seed, kind).fork(true).watched(watch.clone());
+        // A recomputation does not update running statistics.
+        let is_recompute = true;
+        let ctx = context(&model, seed, kind).fork(is_recompute).watched(watch.clone());
         let logits = if is_differentiated {
             tch::with_grad(|| read.target.unpack(&built.logits(&built.features(&read, &ctx)?, kind)?, &target))
                 .map(Some)
         } else {
             tch::no_grad(|| built.features(&read, &ctx)).map(|_| None)
         }?;
-        drop(ctx); // it holds the watch's other reference
+        // `into_inner` needs the only reference to `watch`, and `ctx` has another.
+        drop(ctx);
         Ok::<_, Error>((Rc::into_inner(watch).expect("the pass is over"), logits))
     })?;
     let loss = match (loss, logits) {
         (Some(loss), Some(logits)) => Some(loss.call1((PyTensor(logits),))?.extract::<PyTensor>()?.0),
         _ => None,
     };
-    let seen = released(py, move || watch.finish(loss.as_ref()))?;
-    let stacks = seen.into_iter().map(|seen| {
-        let StackObservation { cosines, active, statistics, sizes, scores, mixing } = seen;
+    let observations = released(py, move || watch.finish(loss.as_ref()))?;
+    let stacks = observations.into_iter().map(|observation| {
+        let StackObservation { cosines, active, statistics, sizes, scores, mixing } = observation;
         let statistics = statistics.into_iter().map(<[f64; 7]>::from).collect();
         ([cosines, active, sizes, scores, mixing].map(|numbers| numbers.into_pyarray(py)), statistics)
     });
     Ok(stacks.collect())
 }
 
-/// The diagnostics of a stack: [cosines, active, sizes, scores, mixing], and the statistics of each norm.
+/// The diagnostics of a stack, which [`StackObservation`] explains: [cosines, active, sizes, scores, mixing], and seven
+/// numbers for each norm with running statistics.
 type Observed<'py> = ([Bound<'py, PyArray1<f64>>; 5], Vec<[f64; 7]>);
 
 /// Returns the diagnostics of a norm with running statistics: the distances of the batch's mean, variance and ψ² from
@@ -347,15 +359,15 @@ fn statistics(
     eps: f64,
     dy: Option<PyTensor>,
 ) -> PyResult<[f64; 7]> {
-    let inner = |t: Option<PyTensor>| t.map(|t| t.0);
-    let (pad_mask, weight, mean, dy) = (inner(pad_mask), inner(weight), inner(mean), inner(dy));
+    let tensor = |t: Option<PyTensor>| t.map(|t| t.0);
+    let (pad_mask, weight, mean, dy) = (tensor(pad_mask), tensor(weight), tensor(mean), tensor(dy));
     let columns = Columns { x: x.0, pad_mask, weight, mean, square: square.0, eps };
     let statistics = released(py, move || columns.statistics(dy.as_ref()))?;
     Ok(statistics.into())
 }
 
-/// Returns the largest attention logit of each head over the batches (source, target_input), without dropout, by the
-/// attention's name and the head's number.
+/// Returns the largest attention logit of each head over the batches, pairs (source, target_input) of padded token ids.
+/// The keys are the attention's name and the head's number. There is no dropout.
 #[pyfunction]
 fn largest_logits(
     py: Python<'_>,
@@ -369,7 +381,7 @@ fn largest_logits(
     let kind = kind(precision)?;
     let tensors = named(names, tensors);
     let batches: Vec<_> = batches.into_iter().map(|(source, target)| (source.map(|t| t.0), target.0)).collect();
-    let found = released(py, move || {
+    let largest = released(py, move || {
         let mut built = Transformer::with_parameters(&model, &tensors)?;
         // Without a limit nothing is clipped; the clip only measures.
         let clip = train::QkClip::new(&built.parameters, f64::INFINITY)?;
@@ -382,7 +394,7 @@ fn largest_logits(
         }
         Ok::<_, Error>(clip.heads().into_iter().zip(Vec::<f64>::try_from(clip.largest()?)?).collect())
     })?;
-    Ok(found)
+    Ok(largest)
 }
 
 /// Applies QK-clip to the parameters in place: scales down the queries and keys of heads whose largest logit exceeds
@@ -401,6 +413,7 @@ fn clip_queries_and_keys(
     released(py, move || {
         let built = Transformer::with_parameters(&model, &tensors)?;
         let clip = train::QkClip::new(&built.parameters, limit)?;
+        // A head without a logit in `largest` is not clipped.
         let largest_of = |head: String| largest.get(&head).copied().unwrap_or(f64::NEG_INFINITY);
         // There is one number per head, and the heads of an attention are next to each other.
         let logits: Vec<f64> = clip.heads().into_iter().map(largest_of).collect();
@@ -412,7 +425,8 @@ fn clip_queries_and_keys(
     Ok(())
 }
 
-/// Sets the gains that the scheme measures on one training batch, in place (docs/spec.md §3.4).
+/// Sets the gains that the residual scheme measures on one training batch, in place (docs/spec.md §3.4). The arguments
+/// mean the same as in `forward`.
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 fn profile(
@@ -439,6 +453,7 @@ fn profile(
     Ok(())
 }
 
+/// Adds this file's functions to the Python module.
 pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(parameters, m)?)?;
     m.add_function(wrap_pyfunction!(draw_linear, m)?)?;

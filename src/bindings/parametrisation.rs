@@ -5,9 +5,10 @@ use crate::parametrisation::{self, Multipliers, ParameterRole, Part, StepSize, S
 use pyo3::prelude::*;
 use std::collections::HashMap;
 
-/// Returns the multipliers of a role by name (init, lr, weight_decay, eps), for a model that is `width` times as wide
-/// and `depth` times as deep as its base model. `alpha` overrides the parametrisation's depth exponent. `step_size`
-/// is the property of the optimizer's steps that is the same at all widths.
+/// Returns the multipliers (init, lr, weight_decay, eps) of parameters with this role, for a model that is `width`
+/// times as wide and `depth` times as deep as its base model. `alpha` overrides the parametrisation's depth exponent.
+/// `sums_over` is the dimension over which products with the parameter are summed. `step_size` is the property of the
+/// optimizer's steps that is the same at all widths.
 #[pyfunction]
 #[pyo3(signature = (parametrisation, role, width, depth, alpha=None, sums_over="nothing", step_size="entries"))]
 fn multipliers(
@@ -36,6 +37,7 @@ fn multipliers(
     Ok(HashMap::from([("init", init), ("lr", lr), ("weight_decay", weight_decay), ("eps", eps)]))
 }
 
+/// Adds this file's functions to the Python module.
 pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(multipliers, m)?)
 }

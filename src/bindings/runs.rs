@@ -14,10 +14,10 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The text to translate: lines, or a split of fairseq's binarised folder (data_bin, split, source_lang,
-/// target_lang).
+/// The text to translate.
 #[derive(FromPyObject)]
 enum SourceText {
+    /// A split of a folder that fairseq has binarised: (data_bin, split, source_lang, target_lang).
     Binarised(String, String, Option<String>, Option<String>),
     Lines(Vec<String>),
 }
@@ -38,7 +38,7 @@ fn translate(
 ) -> PyResult<Vec<Vec<(String, f64, bool)>>> {
     let search = SearchConfig::of(&config::from_json::<SearchOptions>("search", search)?)?;
     let kind = kind(precision)?;
-    let found = interruptible(py, "translation", |check_interrupt| {
+    let translations = interruptible(py, "translation", |check_interrupt| {
         let translator = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;
         let source = match source {
             SourceText::Lines(lines) => translator.encode(&lines, &mut data::throttled(check_interrupt))?,
@@ -50,11 +50,11 @@ fn translate(
         translator.translate(source, &search, batch_tokens, kind, check_interrupt)
     })?;
     let tuple = |run::Translation { text, score, finished }| (text, score, finished);
-    Ok(found.into_iter().map(|best| best.into_iter().map(tuple).collect()).collect())
+    Ok(translations.into_iter().map(|of_sentence| of_sentence.into_iter().map(tuple).collect()).collect())
 }
 
 /// Runs `work` without the GIL. `work` calls its argument now and then, which runs Python's signal handlers. Ctrl-C
-/// becomes `Interrupted`; another exception of a handler is raised. Messages call the work `what`.
+/// becomes the error `Interrupted`; another exception of a handler is raised. `what` names the work in messages.
 pub(super) fn interruptible<T: Send>(
     py: Python<'_>,
     what: &str,
@@ -69,6 +69,7 @@ pub(super) fn interruptible<T: Send>(
             })
         })
     });
+    // An exception that passed through the work as an error also gets the error with which the work ended.
     let done = done.map_err(|error| match error {
         Error::Raised(raised) => Error::Raised(raised.ended(Error::Interrupted(format!("{what} was stopped")))),
         other => other,
@@ -80,8 +81,8 @@ pub(super) fn interruptible<T: Send>(
 /// KeyboardInterrupt it returns the error `Interrupted` instead, which says what was saved. If saving failed, its error
 /// becomes the cause of the exception.
 pub(super) fn as_raised<T>(py: Python<'_>, done: crate::error::Result<T>, raised: Option<PyErr>) -> PyResult<T> {
-    // The exception may have passed through the work as an error. Then `ended` holds the error with which the work
-    // ended, for example while it saved a checkpoint. Without one, the work was only stopped.
+    // The exception may have passed through the work as an error (`Error::Raised`). Then its field `ended` holds the
+    // error with which the work ended, for example while it saved a checkpoint. Without one, the work was only stopped.
     let (done, raised) = match (done, raised) {
         (Err(Error::Raised(mut inside)), None) => {
             let ended = inside.ended.take();
@@ -114,7 +115,8 @@ fn average(py: Python<'_>, model_dir: &str, count: Option<usize>, updates: Optio
     Ok(path.display().to_string())
 }
 
-/// Returns (loss, nll, perplexity, tokens) of a text. It is a tuple, because JSON has no infinity.
+/// Returns (loss, nll, perplexity, tokens) of the text in the files `source` and `target`. A language model has no
+/// source. The result is no JSON, because JSON has no infinity.
 #[pyfunction]
 #[pyo3(signature = (model_dir, source, target, checkpoint, precision, device))]
 fn evaluate_loss(
@@ -165,14 +167,14 @@ fn generate(
             Error::Interrupted("generation was stopped".into())
         }),
     };
-    let found = interruptible(py, "generation", |check_interrupt| {
+    let completions = interruptible(py, "generation", |check_interrupt| {
         let model = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;
         model.complete(&prompts, &options, batch_tokens, kind, &mut report, check_interrupt)
     });
-    // If `said` raised an exception, that counts, not the error that it caused in `found`.
+    // If `said` raised an exception, that counts, not the error that it caused in `completions`.
     match raised {
         Some(_) => as_raised(py, Err(Error::Interrupted("generation was stopped".into())), raised),
-        None => Ok(found?.into_iter().map(|texts| texts.into_iter().map(text_tuple).collect()).collect()),
+        None => Ok(completions?.into_iter().map(|texts| texts.into_iter().map(text_tuple).collect()).collect()),
     }
 }
 
@@ -198,12 +200,12 @@ fn evaluate_windows(
     device: &str,
 ) -> PyResult<WindowNumbers> {
     let kind = kind(precision)?;
-    let found = interruptible(py, "evaluation", |check_interrupt| {
+    let result = interruptible(py, "evaluation", |check_interrupt| {
         let model = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;
         model.evaluate_windows(text, window, stride, kind, check_interrupt)
     })?;
-    let (score, per_word, bits) = (found.score, found.word_perplexity(), found.bits_per_character());
-    let run::WindowScore { words, lines, characters, .. } = found;
+    let (score, per_word, bits) = (result.score, result.word_perplexity(), result.bits_per_character());
+    let run::WindowScore { words, lines, characters, .. } = result;
     Ok((score.nll, score.perplexity(), score.tokens, words, per_word, lines, characters, bits))
 }
 
@@ -222,6 +224,7 @@ fn load_model(py: Python<'_>, model_dir: &str, checkpoint: &str) -> PyResult<(St
 }
 
 /// Writes a run's folder for a model that was trained elsewhere. `dictionary` is the path of the model's dict.txt.
+/// `target_vocabulary` has a flag for each vocabulary entry; None if the model may predict all of them.
 #[pyfunction]
 #[pyo3(signature = (output, model, training, dictionary, target_vocabulary, names, tensors))]
 #[allow(clippy::too_many_arguments)]
@@ -298,13 +301,13 @@ fn join_line(line: &str) -> String {
 #[pyfunction]
 #[pyo3(signature = (hypotheses, references, lowercase=false, tokenize=None))]
 fn bleu(hypotheses: Vec<String>, references: Vec<String>, lowercase: bool, tokenize: Option<&str>) -> PyResult<String> {
-    let b = match tokenize {
+    let score = match tokenize {
         None => metrics::multi_bleu(&hypotheses, &references, lowercase)?,
         Some(name) => metrics::bleu(&hypotheses, &references, metrics::Tokenize::parse(name)?)?,
     };
     json_text(&json!({
-        "bleu": b.bleu, "precisions": b.precisions, "brevity_penalty": b.brevity_penalty, "ratio": b.ratio,
-        "hyp_len": b.hyp_len, "ref_len": b.ref_len, "text": b.to_string(),
+        "bleu": score.bleu, "precisions": score.precisions, "brevity_penalty": score.brevity_penalty,
+        "ratio": score.ratio, "hyp_len": score.hyp_len, "ref_len": score.ref_len, "text": score.to_string(),
     }))
 }
 
@@ -315,7 +318,7 @@ fn keep_memory() {
     pages::keep_memory();
 }
 
-/// Learns BPE merges from lines of words.
+/// Learns `operations` BPE merges from lines of words. Returns pairs of pieces, in the order in which they are merged.
 #[pyfunction]
 fn learn_bpe(py: Python<'_>, lines: Vec<String>, operations: usize) -> PyResult<Vec<(String, String)>> {
     interruptible(py, "learning BPE", |check_interrupt| {
@@ -324,6 +327,7 @@ fn learn_bpe(py: Python<'_>, lines: Vec<String>, operations: usize) -> PyResult<
     })
 }
 
+/// Adds this file's functions to the Python module.
 pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(translate, m)?)?;
     m.add_function(wrap_pyfunction!(generate, m)?)?;

@@ -36,6 +36,7 @@ fn train_py(
     let group = group.map_or(Ok(ProcessGroup::ALONE), |(name, rank, size)| ProcessGroup::new(&name, rank, size))?;
     let mut observer = PyObserver { observer, raised: None };
     let done = released(py, || {
+        // `graphs::recorder` makes the recorder when the device is known.
         let recorder = Some(graphs::recorder as fn(_) -> _);
         let surroundings = Surroundings { group, recorder, init_from: init_from.as_deref(), observer: &mut observer };
         run::train(&model, &training, &data, Path::new(output), mode, surroundings)
@@ -70,7 +71,7 @@ struct PyObserver {
 }
 
 impl PyObserver {
-    /// Calls a method of the observer with `value`, converted to Python dicts, lists and numbers through JSON.
+    /// Calls the observer's method `method` with `value`, converted to Python dicts, lists and numbers through JSON.
     fn tell(&mut self, method: &str, value: &impl serde::Serialize) -> crate::error::Result<()> {
         let text = serde_json::to_string(value).map_err(|e| Error::invalid(e.to_string()))?;
         self.call(|py, observer| {
@@ -110,7 +111,8 @@ impl Observer for PyObserver {
         self.tell("evaluated", event)
     }
     fn check_interrupt(&mut self) -> crate::error::Result<()> {
-        self.call(|_, _| Ok(())) // `call` itself asks for signals and requests to stop
+        // The closure does nothing, because `call` itself checks for signals and requests to stop.
+        self.call(|_, _| Ok(()))
     }
     fn message(&mut self, level: &str, text: &str) -> crate::error::Result<()> {
         let text = crate::error::printable(text);
@@ -125,7 +127,7 @@ struct PySchedule(train::Schedule);
 #[pymethods]
 impl PySchedule {
     #[new]
-    /// Builds the schedule of the training options (JSON); some rates depend on the model's width.
+    /// Builds the schedule of the training options (JSON); some rates depend on the model's width `d_model`.
     fn new(training: &str, d_model: i64) -> PyResult<Self> {
         let training: TrainingConfig = config::from_json("training", training)?;
         training.validate()?;
@@ -148,6 +150,7 @@ impl PySchedule {
         json_text(&self.0.memory)
     }
 
+    /// Sets this state, as `memory` returned it.
     #[setter]
     fn set_memory(&mut self, memory: &str) -> PyResult<()> {
         self.0.memory = config::from_json("memory", memory)?;
@@ -155,6 +158,7 @@ impl PySchedule {
     }
 }
 
+/// Adds this file's functions to the Python module.
 pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<PySchedule>()?;
     m.add_function(wrap_pyfunction!(train_py, m)?)?;

@@ -47,25 +47,28 @@ pub(super) fn check_sizes(config: &TransformerConfig) -> Result<()> {
 /// Errors if options add norms of queries, keys or values that the residual scheme already has, or if such a norm keeps
 /// statistics. Those statistics are means over a stack's tokens, but rows of queries and keys belong to heads, or in
 /// cross-attention to another stack.
+///
+/// A scheme makes a [`Change`], such as a norm, at a [`Point`] inside a sublayer. Points before the products lie on q,
+/// k and v, before attention multiplies them.
 fn check_norms_before_products(config: &TransformerConfig) -> Result<()> {
     let schemes = config.schemes();
-    let is_norm = |point: Point, change: &Change| point.is_before_products() && change.norm().is_some();
-    let norm_scheme = schemes.all().find(|scheme| is_inside(config, scheme, is_norm));
+    let is_norm_on_qkv = |point: Point, change: &Change| point.is_before_products() && change.norm().is_some();
+    let norm_scheme = schemes.all().find(|scheme| has_change_inside(config, scheme, is_norm_on_qkv));
     // `Unit` scales rows to length 1. It conflicts with the options as a norm does, but keeps no statistics.
-    let is_unit = |point: Point, change: &Change| point.is_before_products() && matches!(change, Change::Unit(_));
-    let unit_scheme = schemes.all().find(|scheme| is_inside(config, scheme, is_unit));
+    let is_unit_on_qkv =
+        |point: Point, change: &Change| point.is_before_products() && matches!(change, Change::Unit(_));
+    let unit_scheme = schemes.all().find(|scheme| has_change_inside(config, scheme, is_unit_on_qkv));
     let options = [("qk_norm", config.qk_norm), ("qk_l2norm", config.qk_l2norm.is_some())];
-    if let (Some(scheme), Some((option, _))) =
-        (norm_scheme.as_ref().or(unit_scheme.as_ref()), options.iter().find(|(_, is_on)| *is_on))
-    {
+    let normalising_scheme = norm_scheme.as_ref().or(unit_scheme.as_ref());
+    let chosen_option = options.iter().find(|(_, is_on)| *is_on);
+    if let (Some(scheme), Some((option, _))) = (normalising_scheme, chosen_option) {
         return Err(Error::invalid(format!(
             "residual {:?} has norms on queries and keys of its own: leave {option} out",
             scheme.name()
         )));
     }
-    let value_scheme = schemes
-        .all()
-        .find(|scheme| is_inside(config, scheme, |point, change| point == Point::Value && change.norm().is_some()));
+    let is_norm_on_v = |point: Point, change: &Change| point == Point::Value && change.norm().is_some();
+    let value_scheme = schemes.all().find(|scheme| has_change_inside(config, scheme, is_norm_on_v));
     if let (Some(scheme), Some(norm)) = (value_scheme, config.v_norm) {
         return Err(Error::invalid(format!(
             "residual {:?} has norms on values of its own, so v_norm = {:?} would be a second one: leave it out",
@@ -74,6 +77,7 @@ fn check_norms_before_products(config: &TransformerConfig) -> Result<()> {
         )));
     }
     check_qk_l2norm(config)?;
+    // `owner` says, for the error message, which scheme or option puts norms on q, k or v.
     let owner = match norm_scheme {
         Some(scheme) => format!("residual {:?} has norms on queries and keys", scheme.name()),
         None if config.qk_norm => "qk_norm has norms on queries and keys".into(),
@@ -93,13 +97,15 @@ fn check_qk_norm(config: &TransformerConfig) -> Result<()> {
     if !(scale > 0.0 && scale.is_finite()) {
         return Err(Error::invalid(format!("qk_norm_scale must be greater than 0, got {scale}")));
     }
+    // Each option of qk_norm, with whether it differs from its default.
     let options = [
         ("qk_norm_over", config.qk_norm_over != NormOver::Head),
         ("qk_norm_after_rotation", config.qk_norm_after_rotation),
         ("qk_norm_weight", !config.qk_norm_weight),
         ("qk_norm_scale", scale != 1.0),
     ];
-    if let (Some((option, _)), false) = (options.iter().find(|(_, is_given)| *is_given), config.qk_norm) {
+    let given_option = options.iter().find(|(_, is_given)| *is_given);
+    if let (Some((option, _)), false) = (given_option, config.qk_norm) {
         return Err(Error::invalid(format!("{option} is an option of qk_norm, which is off: leave it out")));
     }
     if config.qk_norm_after_rotation && config.positions != Positions::Rotary {
@@ -112,7 +118,8 @@ fn check_qk_norm(config: &TransformerConfig) -> Result<()> {
     Ok(())
 }
 
-/// Errors if an option leaves out the weight of a norm although a stack's norm is not rmsnorm.
+/// Errors if an option leaves out the weight of a norm although a stack's norm is not rmsnorm. Only
+/// rmsnorm works without one.
 fn check_unweighted(config: &TransformerConfig) -> Result<()> {
     let options = [
         ("qk_norm_weight = false", !config.qk_norm_weight),
@@ -136,6 +143,7 @@ fn check_unweighted(config: &TransformerConfig) -> Result<()> {
 /// scores by a learned factor.
 fn check_qk_l2norm(config: &TransformerConfig) -> Result<()> {
     let Some(length) = config.qk_l2norm else { return Ok(()) };
+    // The factor begins at log2(L² − L), where L is `length`. For L = 1 this would be log2(0).
     if length < 2 {
         return Err(Error::invalid(format!("qk_l2norm must be a length of at least 2, got {length}")));
     }
@@ -150,7 +158,7 @@ fn check_qk_l2norm(config: &TransformerConfig) -> Result<()> {
     Ok(())
 }
 
-/// Errors if `value_embeddings` or `smear` is on in a model with an encoder.
+/// Errors if `value_embeddings` or `smear` is on in a model with an encoder. Both are defined for language models only.
 fn check_tokens(config: &TransformerConfig) -> Result<()> {
     let options = [("value_embeddings", config.value_embeddings), ("smear", config.smear)];
     match options.into_iter().find(|(_, is_on)| *is_on && config.has_encoder()) {
@@ -192,8 +200,9 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
             "tensorized attention has no weights to drop, so attention_dropout = {p} would do nothing: leave it out"
         )));
     }
-    let is_at_heads = |point: Point, _: &Change| point.is_before_products() || point == Point::AfterHeads;
-    let needs_heads = |scheme: &SchemeRef| is_inside(config, scheme, is_at_heads);
+    // Between attention's projections are q, k and v, and the joined outputs of the heads.
+    let is_between_projections = |point: Point, _: &Change| point.is_before_products() || point == Point::AfterHeads;
+    let needs_heads = |scheme: &SchemeRef| has_change_inside(config, scheme, is_between_projections);
     if let Some(scheme) = config.schemes().all().find(|scheme| needs_heads(scheme)) {
         let usable: Vec<&str> =
             SCHEMES.iter().filter(|scheme| !needs_heads(&SchemeRef::Table(scheme))).map(|s| s.name).collect();
@@ -207,12 +216,14 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
     Ok(())
 }
 
-/// Errors if `qk_clip` is on but would not work. QK-clip multiplies the rows of queries and keys by √γ so that a head's
-/// scores shrink by γ. Norms and the like undo this, and so do optimizers that rescale matrices after an update.
+/// Errors if `qk_clip` is on but would not work. QK-clip multiplies a head's rows of the query and key matrices by √γ,
+/// so that the head's scores are multiplied by γ. Norms of queries and keys undo this, and so do optimizers that
+/// rescale matrices after an update.
 pub(super) fn check_qk_clip(model: &TransformerConfig, training: &TrainingConfig) -> Result<()> {
     if training.qk_clip == 0.0 {
         return Ok(());
     }
+    // After such a change, the queries or keys are no longer proportional to the rows of their matrix.
     let undoes_scaling = |point: Point, change: &Change| {
         use Change::{Mix, Norm, Shift, Unit};
         point.is_before_products()
@@ -229,7 +240,7 @@ pub(super) fn check_qk_clip(model: &TransformerConfig, training: &TrainingConfig
     ];
     let conflicting_option = options.iter().find(|(_, is_on)| *is_on).map(|(option, _)| option.to_string());
     let schemes = model.schemes();
-    let conflicting_scheme = schemes.all().find(|scheme| is_inside(model, scheme, undoes_scaling));
+    let conflicting_scheme = schemes.all().find(|scheme| has_change_inside(model, scheme, undoes_scaling));
     match conflicting_option.or_else(|| conflicting_scheme.map(|scheme| format!("residual = {:?}", scheme.name()))) {
         Some(other) => Err(Error::invalid(format!(
             "qk_clip = {} scales the rows of queries and keys so that the logits of a head shrink alike, and with {other} \
@@ -240,13 +251,17 @@ pub(super) fn check_qk_clip(model: &TransformerConfig, training: &TrainingConfig
     }
 }
 
-/// True if the scheme makes a change inside a sublayer for which `is_sought` is true, given the change's point in the
-/// sublayer and the change.
-fn is_inside(config: &TransformerConfig, scheme: &SchemeRef, is_sought: impl Fn(Point, &Change) -> bool) -> bool {
+/// True if, inside any sublayer of the model, the scheme makes a change for which `is_sought(point, change)` is true.
+/// `point` is where the change acts in the sublayer.
+fn has_change_inside(
+    config: &TransformerConfig,
+    scheme: &SchemeRef,
+    is_sought: impl Fn(Point, &Change) -> bool,
+) -> bool {
     let stacks = StackName::of(&config.outline());
-    // The context of the first sublayer of each stack.
-    let mut firsts = stacks.iter().map(|stack| config.place(*stack, 0));
-    firsts.any(|first| {
+    // The place of each stack's first sublayer.
+    let mut first_places = stacks.iter().map(|stack| config.place(*stack, 0));
+    first_places.any(|first| {
         // A scheme may differ from layer to layer, so each layer is visited.
         (0..first.layers())
             .flat_map(|layer| LayerContext { layer, ..first }.each())
@@ -260,6 +275,7 @@ mod tests {
 
     #[test]
     fn norms_before_products_have_no_statistics_and_one_owner() {
+        // Expects that a model with these options is refused with a message that contains `part`.
         let check = |options: &str, part: &str| {
             let text = format!(r#"{{"vocab_size": 10, {options}}}"#);
             let e = from_json::<TransformerConfig>("model", &text).unwrap().validate().unwrap_err().to_string();

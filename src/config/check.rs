@@ -61,13 +61,14 @@ impl TransformerConfig {
         self.residual.schemes()
     }
 
-    /// Checks the options that do not depend on the model's sizes. A layer that is built without a model has no others.
+    /// Checks the options that do not depend on the model's sizes. For a layer that is built without a model, these are
+    /// all checks.
     pub fn check_options(&self) -> Result<()> {
         self.check_options_of(&[])
     }
 
     /// Checks like [`check_options`](Self::check_options), for a model whose layers have the sublayers `kinds`. An
-    /// empty `kinds` means those of the layers' stack.
+    /// empty `kinds` means the usual sublayers of an encoder's or a decoder's layer.
     pub fn check_options_of(&self, kinds: &[Sublayer]) -> Result<()> {
         for (name, p) in [
             ("dropout", Some(self.dropout)),
@@ -109,6 +110,7 @@ impl TransformerConfig {
         let json = |config: &TransformerConfig| serde_json::to_value(config).expect("options are plain data");
         let (own, default) = (json(self), json(&default));
         for field in TransformerConfig::fields() {
+            // Options such as `d_model` have no owner, and every model reads them.
             let Some(owner) = owner(field.name) else { continue };
             let is_used = owner == self.attention.name() || used.iter().any(|option| option.name() == field.name);
             if own[field.name] != default[field.name] && !is_used {
@@ -126,15 +128,16 @@ impl TransformerConfig {
             }
         }
         self.check_norm_options()?;
-        self.check_first_values()?;
-        let norms = [("encoder_norm", &self.encoder_norm), ("decoder_norm", &self.decoder_norm)];
+        self.check_initial_weights()?;
         if let (Some(norm), false) = (&self.encoder_norm, self.has_encoder()) {
             return Err(Error::invalid(format!(
                 "a decoder-only model has no encoder, so encoder_norm = {:?} would do nothing: leave it out",
                 norm.as_str()
             )));
         }
-        match norms.into_iter().find_map(|(name, norm)| Some((name, norm.as_ref()?))) {
+        let norms = [("encoder_norm", &self.encoder_norm), ("decoder_norm", &self.decoder_norm)];
+        let given_norm = norms.into_iter().find_map(|(name, norm)| Some((name, norm.as_ref()?)));
+        match given_norm {
             Some((name, norm)) if !schemes.have_norms(self.outline(), &self.options) => Err(Error::invalid(format!(
                 "residual {residual:?} has no norms, so {name} = {:?} would do nothing: leave it out",
                 norm.as_str()
@@ -144,16 +147,17 @@ impl TransformerConfig {
     }
 
     /// Errors if the scheme sets the initial values of norms' weights, but a stack's norm has no weight.
-    fn check_first_values(&self) -> Result<()> {
+    fn check_initial_weights(&self) -> Result<()> {
         let schemes = self.schemes();
         for stack in StackName::of(&self.outline()) {
             let first = self.place(*stack, 0);
             let (norm, options) = crate::norm::named(first.norm_name(), &self.options)?;
             let places = (0..first.layers()).flat_map(|layer| LayerContext { layer, ..first }.each());
-            let mut around = places.map(|place| schemes.at(&place).around(&place));
-            // A norm without a weight works like one whose weight is 1, so a first value of 1 needs no weight.
+            // What the scheme declares around each sublayer; its norms are among these changes.
+            let mut declarations = places.map(|place| schemes.at(&place).around(&place));
+            // `start` is a factor of the weight's initial value. A norm without a weight works as if the factor were 1.
             if !norm.learns_weight(&options)
-                && around.any(|around| around.changes().filter_map(Change::norm).any(|norm| norm.start != 1.0))
+                && declarations.any(|spec| spec.changes().filter_map(Change::norm).any(|norm| norm.start != 1.0))
             {
                 return Err(Error::invalid(format!(
                     "residual {:?} sets the first value of its norms' weights, and {} has none: leave its option out, or \
@@ -166,8 +170,8 @@ impl TransformerConfig {
         Ok(())
     }
 
-    /// Errors if norm_eps is set and neither norm has an ε, or if options of rmsnorm are set with a family of norms
-    /// or with another norm.
+    /// Errors if norm_eps is set and neither norm has an ε, or if options of rmsnorm are set without rmsnorm. A family,
+    /// such as `rmsnorm:llama`, is rmsnorm with fixed options.
     fn check_norm_options(&self) -> Result<()> {
         let norm_has_eps = |name: &str| {
             let is_eps = |option: &&dyn AnyOption| option.name() == NORM_EPS.name;
@@ -175,12 +179,13 @@ impl TransformerConfig {
             crate::norm::find(name).map(has_eps)
         };
         let (encoder, decoder) = (self.encoder_norm(), self.decoder_norm());
-        // An option of rmsnorm counts as given if its value is not the default.
+        // An option of rmsnorm counts as given if its value is not the default. (`field` takes a heading of --help.)
         let given_option = KEYWORDS
             .iter()
             .filter_map(|keyword| keyword.option)
             .find(|option| option.name() != NORM_EPS.name && self.options.value(*option) != option.field("").default);
-        if let Some(option) = given_option.filter(|_| ![encoder, decoder].contains(&rms_norm::SPEC.name)) {
+        let has_rmsnorm = [encoder, decoder].contains(&rms_norm::SPEC.name);
+        if let Some(option) = given_option.filter(|_| !has_rmsnorm) {
             // The message names a norm without this option: if possible a family, whose name has a colon.
             let (name, family) = (option.name(), if encoder.contains(':') { encoder } else { decoder });
             return Err(Error::invalid(format!(
@@ -234,7 +239,8 @@ impl TransformerConfig {
         }
     }
 
-    /// Returns the context of the first sublayer in a layer (counted from 0).
+    /// Returns the place of the first sublayer in layer `layer` (counted from 0) of a stack, with the model's shape and
+    /// options.
     pub fn place(&self, stack: StackName, layer: i64) -> LayerContext<'_> {
         LayerContext::new(self.outline(), &self.options, stack, layer)
     }
@@ -257,7 +263,8 @@ impl TransformerConfig {
     }
 }
 
-/// Returns the norm, scheme, initialisation or attention to which an option belongs, judged by the option's prefix.
+/// Returns the norm, scheme, initialisation or attention to which an option belongs, judged by the option's prefix:
+/// `powernorm_mode` belongs to powernorm. `None` means that all models have the option.
 fn owner(option: &str) -> Option<&'static str> {
     let norms = crate::norm::NORMS.iter().map(|n| n.name);
     let residuals = crate::residual::SCHEMES.iter().map(|s| s.name);
@@ -344,15 +351,16 @@ impl TrainingConfig {
         below_one("beta2", self.beta2)?;
         below_one("label_smoothing", self.label_smoothing)?;
         below_one("word_dropout", self.word_dropout)?;
-        // lr_scale is a factor of the rate in TwT eq 7. It does nothing if `lr` or the schedule gives the rate instead.
-        let decides = match (self.schedule, self.lr) {
+        // lr_scale is a factor of the rate in eq 7 of TwT (Nguyen & Salazar 2019). It does nothing if `lr` or the
+        // schedule gives the rate instead.
+        let rate_source = match (self.schedule, self.lr) {
             (_, Some(lr)) => Some(format!("lr = {lr}")),
             (ScheduleName::NoWarmup, None) => Some("schedule = no-warmup".into()),
             _ => None,
         };
-        if let (Some(decides), true) = (decides, self.lr_scale != 1.0) {
+        if let (Some(rate_source), true) = (rate_source, self.lr_scale != 1.0) {
             return Err(Error::invalid(format!(
-                "lr_scale = {0} scales the rate that the width gives (TwT eq 7), and here {decides} says it: leave one out, or give lr_multiplier = {0}",
+                "lr_scale = {0} scales the rate that the width gives (TwT eq 7), and here {rate_source} says it: leave one out, or give lr_multiplier = {0}",
                 self.lr_scale
             )));
         }
@@ -361,7 +369,7 @@ impl TrainingConfig {
 }
 
 impl TrainingConfig {
-    /// Checks the options that depend on those of the model.
+    /// Checks the training options that depend on options of the model.
     pub fn check_with(&self, model: &TransformerConfig) -> Result<()> {
         attention::check_qk_clip(model, self)
     }
@@ -405,7 +413,8 @@ impl TrainingConfig {
             )));
         }
         let is_muon = matches!(self.optimizer, OptimizerName::Muon | OptimizerName::Normuon);
-        let of_muon = [
+        // Each option of Muon, with whether it differs from its default.
+        let muon_options = [
             ("muon_momentum", self.muon_momentum != default.muon_momentum),
             ("muon_nesterov", self.muon_nesterov != default.muon_nesterov),
             ("muon_scale", self.muon_scale != default.muon_scale),
@@ -418,12 +427,12 @@ impl TrainingConfig {
                  leave one of them out",
             ));
         }
-        let of_normuon = [("normuon_beta2", self.normuon_beta2 != default.normuon_beta2)];
+        let normuon_options = [("normuon_beta2", self.normuon_beta2 != default.normuon_beta2)];
         let is_normuon = self.optimizer == OptimizerName::Normuon;
         // Each option is paired with whether the chosen optimizer reads it.
-        let of_muon = of_muon.into_iter().map(|option| (option, is_muon));
-        let given = of_muon.chain(of_normuon.map(|option| (option, is_normuon)));
-        for ((option, is_given), matters) in given {
+        let muon_options = muon_options.into_iter().map(|option| (option, is_muon));
+        let all_options = muon_options.chain(normuon_options.map(|option| (option, is_normuon)));
+        for ((option, is_given), matters) in all_options {
             if is_given && !matters {
                 return Err(Error::invalid(format!(
                     "{option} would do nothing with optimizer = {name:?}: leave it out"
@@ -480,7 +489,7 @@ mod tests {
     #[test]
     fn the_tables_options_are_keys_like_others() {
         let read = |text: &str| from_json::<TransformerConfig>("model", text);
-        let says = |text: &str| read(text).unwrap_err().to_string();
+        let message = |text: &str| read(text).unwrap_err().to_string();
         let config =
             read(r#"{"branchnorm_steps": 7, "lpnorm_p": "inf", "norm_eps": 1, "ds_init_alpha": 1.0}"#).unwrap();
         let written = serde_json::to_value(&config).unwrap();
@@ -488,24 +497,26 @@ mod tests {
         assert!(
             names.iter().all(|name| written.get(name).is_some()) && names.len() == written.as_object().unwrap().len()
         );
-        let found = ["branchnorm_steps", "lpnorm_p", "norm_eps", "ds_init_alpha", "branchnorm_growth"];
-        assert_eq!(found.map(|name| written[name].to_string()), ["7", "\"inf\"", "1.0", "1.0", "\"linear\""]);
+        let checked = ["branchnorm_steps", "lpnorm_p", "norm_eps", "ds_init_alpha", "branchnorm_growth"];
+        assert_eq!(checked.map(|name| written[name].to_string()), ["7", "\"inf\"", "1.0", "1.0", "\"linear\""]);
         assert_eq!(read(&written.to_string()).unwrap(), config);
         assert_eq!(read(r#"{"ds_init_alpha": 1, "norm_eps": null}"#).unwrap(), TransformerConfig::default());
-        assert_eq!(says(r#"{"branchnorm_steps": "x"}"#), r#"model: invalid type: string "x", expected i64"#);
-        assert_eq!(says(r#"{"d_model": "x"}"#), r#"model: invalid type: string "x", expected i64"#);
-        assert!(says(r#"{"branchnorm_growth": "linaer"}"#).contains("did you mean \"linear\""));
+        assert_eq!(message(r#"{"branchnorm_steps": "x"}"#), r#"model: invalid type: string "x", expected i64"#);
+        assert_eq!(message(r#"{"d_model": "x"}"#), r#"model: invalid type: string "x", expected i64"#);
+        assert!(message(r#"{"branchnorm_growth": "linaer"}"#).contains("did you mean \"linear\""));
         for twice in [r#"{"d_ff": 1, "d_ff": 1}"#, r#"{"dlcl_norm": "pre", "dlcl_norm": "pre"}"#] {
-            assert!(says(twice).contains("duplicate field `d"), "{twice}");
+            assert!(message(twice).contains("duplicate field `d"), "{twice}");
         }
-        assert!(says("3").contains("expected struct TransformerConfig"));
+        assert!(message("3").contains("expected struct TransformerConfig"));
     }
 
+    /// Several norms, schemes or initialisations may share an option. The list of all options has it only once.
     #[test]
     fn an_option_of_several_is_declared_once() {
         let norms = crate::norm::NORMS.iter().flat_map(|norm| norm.options).filter_map(|keyword| keyword.option);
         let schemes = crate::residual::SCHEMES.iter().flat_map(|scheme| scheme.options).copied();
         let inits = crate::init::INITS.iter().flat_map(|init| init.options).copied();
+        // `field` takes a heading of --help, which does not matter here.
         let shown = |option: &dyn AnyOption| serde_json::to_value(option.field("")).unwrap();
         let all = TransformerConfig::option_specs();
         for option in norms.chain(schemes).chain(inits) {
@@ -518,6 +529,7 @@ mod tests {
 
     #[test]
     fn options_that_would_do_nothing_are_mistakes() {
+        // Expects that a model with these options is refused with a message that contains `part`.
         let check = |options: &str, part: &str| {
             let text = format!(r#"{{"vocab_size": 10, {options}}}"#);
             let e = from_json::<TransformerConfig>("model", &text).unwrap().validate().unwrap_err().to_string();

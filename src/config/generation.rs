@@ -41,6 +41,7 @@ impl GenerationOptions {
         if !(self.top_p > 0.0 && self.top_p <= 1.0) {
             return refused(format!("top_p must lie in (0, 1] (1: all tokens), got {}", self.top_p));
         }
+        // Each option, its value and the smallest value that makes sense.
         let counts = [("max_length", Some(self.max_length), 1), ("sentences", Some(self.sentences), 0)];
         let others = [("samples", Some(self.samples), 1), ("top_k", self.top_k, 1), ("context", self.context, 1)];
         for (name, value, least) in counts.into_iter().chain(others) {
@@ -50,7 +51,7 @@ impl GenerationOptions {
         }
         // These options matter only if tokens are drawn at random, and temperature 0 draws none.
         let narrowing = [("top_k", self.top_k.is_some()), ("top_p", self.top_p < 1.0), ("samples", self.samples > 1)];
-        match narrowing.iter().find(|(_, given)| *given && self.temperature == 0.0) {
+        match narrowing.iter().find(|(_, is_given)| *is_given && self.temperature == 0.0) {
             Some((name, _)) => refused(format!(
                 "temperature 0 takes the most probable token, so {name} would do nothing: leave it out, or raise the \
                  temperature"

@@ -55,6 +55,7 @@ impl DecoderStart {
     }
 }
 choice! {
+    /// The embeddings that share one table: source, target and output; target and output; or none.
     pub enum Ties ("tie_embeddings") { All = "all", Decoder = "decoder", None = "none" }
 }
 choice! {
@@ -71,6 +72,7 @@ choice! {
     }
 }
 choice! {
+    /// The formula of label smoothing.
     pub enum SmoothingName ("smoothing") { Fairseq = "fairseq", Twt = "twt" }
 }
 choice! {
@@ -90,13 +92,15 @@ choice! {
     }
 }
 choice! {
-    /// The factor of an orthogonal matrix of r rows and c columns: √max(1, r/c), or 0.2·√max(r, c).
+    /// The factor of an orthogonal matrix of r rows and c columns: 0.2·√max(r, c) (rms), or √max(1, r/c) (spectral).
     pub enum MuonScale ("muon_scale") { Rms = "rms", Spectral = "spectral" }
 }
 choice! {
+    /// When the schedules val-decay and no-warmup lower the rate: as the authors' release does, or as their paper says.
     pub enum DecayRule ("lr_decay_rule") { Release = "release", Paper = "paper" }
 }
 choice! {
+    /// The parameters that weight decay shrinks.
     pub enum DecayOf ("weight_decay_of") { Matrices = "matrices", All = "all" }
 }
 choice! {
@@ -451,7 +455,8 @@ config! {
     }
 }
 
-/// Describes the differences between two JSON objects of options in words; empty if there are none.
+/// Describes the differences between two JSON objects of options in words, such as "heads was 8, now 4"; empty if there
+/// are none.
 pub fn differences(old: &Value, new: &Value) -> String {
     let empty = Map::new();
     let (old, new) = (old.as_object().unwrap_or(&empty), new.as_object().unwrap_or(&empty));

@@ -44,6 +44,7 @@ table_name!(/// A parametrisation of [`PARAMETRISATIONS`](crate::parametrisation
 /// as data.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Residual {
+    /// The names as the user gave them.
     word: String,
     schemes: Schemes,
 }
@@ -121,8 +122,8 @@ pub struct NormName(&'static str);
 impl NormName {
     /// Finds a norm by its name. Errors if there is none.
     pub fn parse(word: &str) -> Result<Self> {
-        // A family keeps its own name here, although `norm::find` would return its norm. Only a name that a user
-        // declares is not among `norm::names`.
+        // The name of a family, such as `rmsnorm:llama`, is kept; `norm::find` would return the entry of rmsnorm. Only
+        // the names of norms that users declare are not among `norm::names`.
         match norm::names().find(|name| *name == word) {
             Some(name) => Ok(NormName(name)),
             None => norm::find(word).map(|spec| NormName(spec.name)),

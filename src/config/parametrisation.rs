@@ -47,9 +47,9 @@ impl TransformerConfig {
         }
     }
 
-    /// Returns a sort key and a parameter's multipliers, for an optimizer with steps of this size. Sorting parameters
-    /// by the key puts equal multipliers next to each other, except under u-μP. The multipliers of u-μP are made for
-    /// Adam alone.
+    /// Returns a sort key and a parameter's multipliers, for an optimizer with steps of this size. `name` is the
+    /// parameter's full name, and `part` its role in the model. Sorting parameters by the key puts equal multipliers
+    /// next to each other, except under u-μP. The multipliers of u-μP are made for Adam alone.
     pub fn multipliers(&self, name: &str, part: Part, shape: &[i64], step_size: StepSize) -> (u8, Multipliers) {
         let scaled = self.scaled();
         if let Some(unit) = scaled.unit {
@@ -67,7 +67,7 @@ impl TransformerConfig {
         (key, scaled.parameter(part, layers, step_size))
     }
 
-    /// Returns the factor of attention's scores; `None` if it is the usual 1/√d_head.
+    /// Returns the factor of attention's scores qᵀk; `None` if it is the usual 1/√d_head.
     pub fn unusual_scores(&self) -> Option<f64> {
         let scaled = self.scaled();
         let is_unusual = scaled.given_scores.is_some() || scaled.attention != AttentionScale::InverseSqrt;
@@ -78,6 +78,7 @@ impl TransformerConfig {
 /// Errors if options of the parametrisation contradict each other or would do nothing.
 pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     let (chosen, name) = (config.scaled().parametrisation, config.parametrisation.as_str());
+    // Options that some parametrisations need and the others do not read.
     let base_options = [
         ("base_width", config.base_width),
         ("base_depth", config.base_depth),
@@ -144,10 +145,10 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
         }
     }
     let schemes = config.schemes();
-    if let (true, Some((option, _))) = (
-        schemes.all().all(|scheme| scheme.is_on_sphere()),
-        scores_options(config).into_iter().find(|(_, is_given)| *is_given),
-    ) {
+    // Schemes on the sphere, such as nGPT's, keep vectors at length 1.
+    let all_on_sphere = schemes.all().all(|scheme| scheme.is_on_sphere());
+    let given_option = scores_options(config).into_iter().find(|(_, is_given)| *is_given);
+    if let (true, Some((option, _))) = (all_on_sphere, given_option) {
         return Err(Error::invalid(format!(
             "residual = {:?} sets the factor of attention's scores itself, so {option} would do nothing: leave it out",
             config.residual
@@ -160,6 +161,8 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
              as 1/√d: choose rmsnorm or scalenorm"
         )));
     }
+    // `alpha` is the exponent of the depth in the branches' factor. `own_depth` names a scheme whose residual stream is
+    // not a plain sum of branches, and says why.
     if let (Some(_), Some((scheme, why))) = (chosen.alpha, config.schemes().own_depth()) {
         return Err(Error::invalid(format!(
             "parametrisation {name:?} multiplies branches by a power of the depth, for their sum; under residual = \
@@ -187,7 +190,7 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     }
 }
 
-/// The shortest `attention_length`: the logarithm of 1 would make attention's factor infinite.
+/// The shortest `attention_length`. u-μP's factor of attention's output is infinite where the length's logarithm is 0.
 const SHORTEST: i64 = 2;
 
 /// The schemes that add F(x) to x without factors and place only norms before and after F.
@@ -297,6 +300,7 @@ mod tests {
         let text = r#"{"parametrisation": "completep", "base_width": 256, "base_depth": 2, "depth_alpha": 0.5,
             "encoder_layers": 8, "decoder_layers": 32}"#;
         let config: TransformerConfig = crate::config::from_json("model", text).unwrap();
+        // The encoder has m_L = 8/2, the decoder 32/2. Branches are multiplied by m_L^(−1/2). The width has m_d = 2.
         assert_eq!([8, 32].map(|layers| config.scaled().branch(layers)), [0.5, 0.25]);
         let part = |name, dimensions| parametrisation::part(name, dimensions, parametrisation::DeclaredAs::Weights);
         let multipliers_of =

@@ -26,12 +26,12 @@ impl TransformerConfig {
         Some(Longest { tokens, why })
     }
 
-    /// Errors if a sentence is longer than the model can read.
+    /// Errors if a sentence is longer than the model can read; `lengths` are numbers of tokens.
     pub fn check_lengths(&self, lengths: &[i64]) -> Result<()> {
         let Some(Longest { tokens: most, why }) = self.longest() else { return Ok(()) };
-        match lengths.iter().find(|n| **n > most) {
-            Some(n) => Err(Error::invalid(format!(
-                "{n} tokens in a row, and {why} = {most}: cut the text shorter (segment_length), or make that larger"
+        match lengths.iter().find(|len| **len > most) {
+            Some(len) => Err(Error::invalid(format!(
+                "{len} tokens in a row, and {why} = {most}: cut the text shorter (segment_length), or make that larger"
             ))),
             None => Ok(()),
         }

@@ -52,8 +52,8 @@ enum Compared {
     ByText,
 }
 
-/// The effects of all options except the model's; a group without effects may change freely. A change of a model's
-/// option is always refused.
+/// For groups of options: how their values are compared, and the effects of a change. A group without effects may
+/// change freely. The model's options are not listed, as a change of these is always refused.
 const EFFECTS: &[(&[&str], Compared, &[Effect])] = &[
     (&["updates", "epochs", "patience", "min_lr"], Compared::ByValue, &[]),
     (&["accumulate"], Compared::ByValue, &[]),
@@ -114,7 +114,7 @@ pub fn described() -> Value {
 #[derive(Debug)]
 pub struct OptionChange {
     pub effects: &'static [Effect],
-    /// A message about the change, such as "label_smoothing was 0.1, now 0.5".
+    /// The words about the change in messages, such as "label_smoothing was 0.1, now 0.5".
     pub said: String,
 }
 
@@ -126,7 +126,7 @@ pub fn changes(
     before: (&TransformerConfig, &TrainingConfig, &DataConfig),
     now: (&TransformerConfig, &TrainingConfig, &DataConfig),
 ) -> Result<Vec<OptionChange>> {
-    // Runs a conversion to JSON, with this crate's error.
+    // Runs a conversion to JSON, and converts its error to this crate's.
     let checked =
         |to_value: &dyn Fn() -> serde_json::Result<Value>| to_value().map_err(|e| Error::invalid(e.to_string()));
     let ((old_model, ..), (new_model, ..)) = (before, now);
@@ -147,7 +147,8 @@ pub fn changes(
         .flat_map(|(options, _, effects)| options.iter().map(move |name| (*name, *effects)))
         .filter(|(name, _)| before.get(*name) != now.get(*name))
         .map(|(name, effects)| OptionChange {
-            // With a beam of 0 the schedule's scores are losses, otherwise BLEU, so they are not comparable.
+            // The schedule's scores are losses if the beam is 0, otherwise BLEU. So a change from or to 0 makes the old
+            // scores incomparable.
             effects: match name == "evaluation_beam" && (before[name] == 0 || now[name] == 0) {
                 true => &[Bleu, Scores],
                 false => effects,

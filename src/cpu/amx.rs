@@ -7,10 +7,11 @@ use std::arch::x86_64::{__cpuid, __cpuid_count};
 const LIMITS: [&str; 2] = ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"];
 
 /// Keeps torch's bf16 products from using AMX if the processor does not report the size of its tiles. Some virtual
-/// machines show the feature but hide leaf 1Dh of CPUID; oneDNN then loads no tiles, and its first product would end
+/// machines show the feature but hide leaf 1Dh of CPUID. Then oneDNN loads no tiles, and its first product would end
 /// the process with SIGILL. oneDNN reads the limit at its first use, so this must run at import. A limit that the
 /// user has set stays.
 pub fn avoid_if_broken() {
+    // AVX512_CORE_FP16 is oneDNN's highest level without AMX.
     if is_broken() && LIMITS.iter().all(|name| std::env::var_os(name).is_none()) {
         std::env::set_var(LIMITS[0], "AVX512_CORE_FP16");
     }

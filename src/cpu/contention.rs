@@ -1,9 +1,9 @@
 //! Shorter waits of libgomp's threads while other processes compete for the cores.
 //!
 //! At the end of a parallel region libgomp's threads spin for about 3 ms before they sleep. On quiet cores that is
-//! fast. But if another process runs on one of the cores, the thread there is late, and the spinning threads keep it
-//! from moving to one of their cores: speed falls to a third. libgomp spins for only a few microseconds while it has
-//! more threads than there are cores. So [`watch`] measures how long this process's threads wait for a core. While
+//! fast. But if another process runs on one of the cores, the thread there is late. The spinning threads then keep it
+//! from moving to one of their cores, and speed falls to a third. libgomp spins for only a few microseconds while it
+//! has more threads than there are cores. So [`watch`] measures how long this process's threads wait for a core. While
 //! these waits are long, [`watch`] keeps a team of idle threads. The number of working threads stays the same, and so
 //! do the bits of their results.
 
@@ -43,6 +43,7 @@ pub struct ContentionWatch(#[allow(dead_code)] Background);
 /// Measures the threads' waits in each window, and keeps an idle team while cores are crowded, until `ended` is
 /// closed.
 fn observe(threads: usize, ended: Receiver<()>) {
+    // `team` holds the idle threads while cores are crowded, otherwise `None`.
     let (mut judge, mut team, mut waits_before) = (Judge::default(), None, waits());
     loop {
         let start = Instant::now();
@@ -83,7 +84,8 @@ struct Judge {
 }
 
 impl Judge {
-    /// Returns whether cores are crowded after a window in which threads waited `share` seconds per second.
+    /// Adds a window in which all threads together waited `share` seconds per second. Returns whether cores are crowded
+    /// now.
     fn is_crowded(&mut self, share: f64) -> bool {
         self.calm = if share < CALM { self.calm + 1 } else { 0 };
         self.crowded = share > CROWDED || self.crowded && self.calm < CALM_WINDOWS;
@@ -97,15 +99,16 @@ fn idle_team(threads: usize) -> Background {
     extern "C" fn nothing(_: *mut c_void) {}
     // The thread that starts the team adds nothing to libgomp's count, so the count becomes threads + size − 1: one
     // more than the cores. A team of one would start no thread.
-    let size = (cores() + 2).saturating_sub(threads).max(2);
+    let (size, no_flags) = ((cores() + 2).saturating_sub(threads).max(2), 0);
     Background::start(move |ended| {
+        // The team's threads stay asleep after this call, as long as the thread that started them lives.
         // SAFETY: `nothing` reads no data. libgomp ends the team's threads when this thread ends.
-        unsafe { GOMP_parallel(nothing, std::ptr::null_mut(), size as c_uint, 0) };
+        unsafe { GOMP_parallel(nothing, std::ptr::null_mut(), size as c_uint, no_flags) };
         let _ = ended.recv();
     })
 }
 
-/// Returns the number of cores that this process may run on, as libgomp counts them.
+/// Returns the number of cores on which the calling thread may run. libgomp counts cores in the same way.
 fn cores() -> usize {
     // SAFETY: the set is plain bits, which the call fills; pid 0 is the calling thread.
     unsafe {

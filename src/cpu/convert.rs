@@ -1,6 +1,6 @@
 //! Conversion of whole rows between a storage type and the type in which kernels compute.
 //!
-//! This is for kernels that loop over lanes of whole rows: a 16-bit row is widened once, into a buffer in the
+//! Kernels that loop over lanes of whole rows use these functions. A 16-bit row is widened once, into a buffer in the
 //! first-level cache, and narrowed once at the end, with packs (`cpu/pack.rs`). Converting in every pass with
 //! [`Element`]'s integer code would take more time. Kernels that compute on packs convert in registers instead.
 //! All these conversions give the same bits.
@@ -11,12 +11,12 @@ use crate::cpu::Element;
 use crate::multiversion;
 use std::any::TypeId;
 
-/// Returns a zeroed buffer for a widened row; it is empty if E needs no widening.
+/// Returns a zeroed buffer for a widened row of `len` numbers; it is empty if E needs no widening.
 pub fn scratch<E: Element>(len: usize) -> Aligned<E::Acc> {
     Aligned::new(if same::<E, E::Acc>() { 0 } else { len })
 }
 
-/// Widens a row into `scratch`; does nothing if E needs no widening.
+/// Widens a row into `scratch`, which may be longer; does nothing if E needs no widening.
 #[inline(always)]
 pub fn widen<E: Element>(row: &[E], scratch: &mut [E::Acc]) {
     if same::<E, E::Acc>() {
@@ -74,6 +74,7 @@ fn cast_mut<S: 'static, T: 'static>(slice: &mut [S]) -> Option<&mut [T]> {
 multiversion! {
     /// Widens each number of `row` into `wide`, which has the same length.
     fn widen_row[isa S][E: Element](row: &[E], wide: &mut [E::Acc]) {
+        // A block is two packs, which are registers of the instruction set S. The rest is shorter than a block.
         let (blocks, rest) = row.as_chunks::<PAIR_LANES>();
         let (wide_blocks, wide_rest) = wide.as_chunks_mut::<PAIR_LANES>();
         for (block, wide) in blocks.iter().zip(wide_blocks) {
@@ -89,6 +90,7 @@ multiversion! {
     /// Rounds each number of `wide` into `row`, which has the same length.
     fn narrow_row[isa S][E: Element](wide: &[E::Acc], row: &mut [E]) {
         let store = Store::cached();
+        // A block is two packs, which are registers of the instruction set S. The rest is shorter than a block.
         let (blocks, rest) = row.as_chunks_mut::<PAIR_LANES>();
         let (wide_blocks, wide_rest) = wide.as_chunks::<PAIR_LANES>();
         for (block, wide) in blocks.iter_mut().zip(wide_blocks) {
@@ -106,8 +108,8 @@ mod tests {
     use crate::cpu::simd::{force, Level};
     use half::{bf16, f16};
 
-    /// Checks on every level that rows convert as [`Element`] converts single numbers. `bits` and `from` convert E to
-    /// its bits and back.
+    /// Checks on every level that rows convert as [`Element`] converts single numbers. `bits` returns the bits of a
+    /// number, and `from` the number with these bits.
     fn check<E: Element<Acc = f32>>(bits: fn(E) -> u16, from: fn(u16) -> E) {
         // The values have every possible high half word, with low half words around the ties of both formats. The
         // rows have odd lengths.

@@ -121,11 +121,13 @@ impl Element for f64 {
 
 impl Element for bf16 {
     type Acc = f32;
+    /// Widens the number to f32.
     #[inline(always)]
     fn load(self) -> f32 {
         // A bf16 number is the upper half of an f32.
         f32::from_bits((self.to_bits() as u32) << 16)
     }
+    /// Rounds a number to bf16, to nearest even.
     #[inline(always)]
     fn store(value: f32) -> Self {
         let bits = value.to_bits();
@@ -140,9 +142,11 @@ impl Element for bf16 {
 
 impl Element for f16 {
     type Acc = f32;
+    /// Widens the number to f32 without a branch.
     #[inline(always)]
     fn load(self) -> f32 {
         let bits = self.to_bits() as u32;
+        // f16 has 10 bits of mantissa and f32 has 23, so the number without its sign moves by 13 bits.
         let magnitude = (bits & 0x7fff) << 13;
         // Multiplying by 2^112 (0x7780_0000) changes f16's exponent bias (15) to f32's (127). It is also right for
         // subnormal numbers.
@@ -152,6 +156,7 @@ impl Element for f16 {
         let value = if (bits & 0x7c00) == 0x7c00 { special } else { finite };
         f32::from_bits(value | ((bits & 0x8000) << 16))
     }
+    /// Rounds a number to f16, to nearest even, without a branch: all three cases are computed, and one is chosen.
     #[inline(always)]
     fn store(value: f32) -> Self {
         let bits = value.to_bits();
@@ -188,12 +193,12 @@ mod tests {
         for high in 0..=u16::MAX {
             for low in [0u32, 1, 0x0fff, 0x1000, 0x1001, 0x7fff, 0x8000, 0x8001, 0xffff] {
                 let v = f32::from_bits(((high as u32) << 16) | low);
-                let (b, h) = (<bf16 as Element>::store(v), <f16 as Element>::store(v));
+                let (as_bf16, as_f16) = (<bf16 as Element>::store(v), <f16 as Element>::store(v));
                 if v.is_nan() {
-                    assert!(b.is_nan() && h.is_nan(), "{v}");
+                    assert!(as_bf16.is_nan() && as_f16.is_nan(), "{v}");
                 } else {
-                    assert_eq!(b.to_bits(), bf16::from_f32(v).to_bits(), "{v:e}");
-                    assert_eq!(h.to_bits(), f16::from_f32(v).to_bits(), "{v:e}");
+                    assert_eq!(as_bf16.to_bits(), bf16::from_f32(v).to_bits(), "{v:e}");
+                    assert_eq!(as_f16.to_bits(), f16::from_f32(v).to_bits(), "{v:e}");
                 }
             }
         }

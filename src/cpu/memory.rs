@@ -31,7 +31,7 @@ pub fn reserved<T>(len: usize) -> Vec<T> {
 }
 
 /// Errors if the system cannot provide this many bytes. Callers check this before work that allocates them in many
-/// small pieces. `what` returns the beginning of the error message, which names the quantity to reduce.
+/// small pieces. `what` returns the subject of the error message, which names the quantity to reduce.
 pub fn room(bytes: u128, what: impl FnOnce() -> String) -> Result<()> {
     // The trial vector is freed at once.
     let fits = usize::try_from(bytes).is_ok_and(|bytes| Vec::<u8>::new().try_reserve_exact(bytes).is_ok());
@@ -46,7 +46,7 @@ const LINE: usize = 64;
 
 /// A buffer that begins on a cache line, because a 64-byte access across two lines counts as two accesses.
 pub struct Aligned<A> {
-    /// The buffer's numbers, after `start` others that fill up its first cache line.
+    /// `start` unused numbers up to the next cache line, then the buffer's own `len` numbers.
     values: Vec<A>,
     start: usize,
     len: usize,

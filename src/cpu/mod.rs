@@ -1,7 +1,7 @@
 //! The base of all CPU kernels: storage types, instruction sets chosen at run time, memory, random numbers, threads.
 
 pub mod amx;
-/// Outside Linux torch has another OpenMP, whose waits nothing here shortens.
+/// Outside Linux torch uses another OpenMP. Its waits cannot be shortened in the same way, so no watch starts.
 #[cfg(not(target_os = "linux"))]
 pub mod contention {
     pub use std::convert::Infallible as ContentionWatch;

@@ -52,7 +52,7 @@ impl Store {
     /// Stores numbers of the computing type through the caches.
     pub const PLAIN: Self = Store { streamed: false, bf16: false };
 
-    /// Stores numbers of any type through the caches.
+    /// Returns the way to store numbers of any type through the caches.
     #[inline(always)]
     pub fn cached() -> Self {
         Store { streamed: false, bf16: has_avx512_bf16() }
@@ -67,10 +67,10 @@ impl Store {
         Store { streamed, ..Store::cached() }
     }
 
-    /// True if the block that starts at `at` bypasses the caches.
+    /// True if the block that begins at the address `start` bypasses the caches.
     #[inline(always)]
-    fn streams<E>(self, at: *const E) -> bool {
-        self.streamed && at.addr().is_multiple_of(LINE)
+    fn streams<E>(self, start: *const E) -> bool {
+        self.streamed && start.addr().is_multiple_of(LINE)
     }
 
     /// True if results bypass the caches.
@@ -79,7 +79,7 @@ impl Store {
         self.streamed
     }
 
-    /// Orders streamed stores before this thread's later stores.
+    /// Orders streamed stores before this thread's later stores, so that other threads see the results in time.
     #[inline(always)]
     pub fn finish(self) {
         #[cfg(target_arch = "x86_64")]
@@ -130,19 +130,20 @@ pub trait Pack<A: Accumulator>: Copy {
     }
 }
 
-/// Returns the numbers of a block that belong to pack `p`, 0 or 1.
+/// Returns one half of a block, the sixteen numbers of pack `p`, which is 0 or 1.
 #[inline(always)]
 pub fn pack<E>(block: &[E; PAIR_LANES], p: usize) -> &[E; WIDTH] {
     &block.as_chunks().0[p]
 }
 
-/// Returns the numbers of a block that belong to pack `p`, 0 or 1, for writing.
+/// Returns one half of a block, the sixteen numbers of pack `p`, which is 0 or 1, for writing.
 #[inline(always)]
 pub fn pack_mut<E>(block: &mut [E; PAIR_LANES], p: usize) -> &mut [E; WIDTH] {
     &mut block.as_chunks_mut().0[p]
 }
 
-/// Repeats statements for each of a block's two packs, because LLVM does not unroll every loop.
+/// Writes the statements `$work` out for each of a block's two packs, first with `$p` = 0 and then with `$p` = 1. A
+/// loop would not do, because LLVM does not unroll every loop.
 #[macro_export]
 macro_rules! each_pack {
     ($p:ident => $work:block) => {{
@@ -157,7 +158,8 @@ macro_rules! each_pack {
     }};
 }
 
-/// The pack for any processor: an array, which LLVM vectorises. For f64 it is used on every processor.
+/// The pack for any processor: an array of lanes, which LLVM vectorises. For f64 it is used on every processor. In the
+/// methods, `l` is the index of a lane.
 #[derive(Clone, Copy)]
 pub struct Portable<A>([A; WIDTH]);
 
@@ -172,10 +174,12 @@ impl Isa for Baseline {
 }
 
 impl<A: Accumulator> Pack<A> for Portable<A> {
+    /// Returns a pack with `value` in every lane.
     #[inline(always)]
     fn splat(value: A) -> Self {
         Portable([value; WIDTH])
     }
+    /// Loads sixteen numbers of the storage type E, and widens them to A.
     #[inline(always)]
     fn load<E: Element<Acc = A>>(from: &[E; WIDTH]) -> Self {
         Portable(from_fn(|l| from[l].load()))
@@ -209,6 +213,7 @@ impl<A: Accumulator> Pack<A> for Portable<A> {
         let v: [A; 4] = from_fn(|l| v[l] + v[l + 4]);
         (v[0] + v[2]) + (v[1] + v[3])
     }
+    /// Stores the lanes without conversion.
     #[inline(always)]
     fn put(self, to: &mut [A; WIDTH]) {
         *to = self.0;

@@ -3,7 +3,8 @@
 //! A tensor that has just been allocated may have no pages yet: the first write to each page interrupts the program,
 //! and the system clears the page. With small pages, a norm of 64 MB spends nine tenths of its time on clearing. Large
 //! pages are cleared in a fourth of that time, and memory that the process keeps is not cleared again.
-//! NORMFORMER_RS_ALLOCATOR selects which of the two may be used; with `system` the process uses neither.
+//! So this module asks for large pages, and lets the process keep freed memory. With NORMFORMER_RS_ALLOCATOR=system it
+//! does neither, and with `return` the process returns freed memory.
 
 use std::sync::OnceLock;
 
@@ -43,11 +44,12 @@ pub fn give_back_memory() {
     }
 }
 
-/// Asks the system to use large pages for `result`, if it has no pages yet and is large enough. The caller is about to
-/// write all of `result`; large pages are cleared four times as fast as small ones. The system may decline.
+/// Asks the system to use large pages for the buffer `result`, if it has no pages yet and is large enough. The caller
+/// is about to write all of the buffer; large pages are cleared four times as fast as small ones. The system may
+/// decline.
 pub fn ask_for_large(result: *const [u8]) {
     static IS_ALLOWED: OnceLock<bool> = OnceLock::new();
-    // A shorter result would have at most half of its bytes in whole large pages.
+    // A shorter buffer may have only half of its bytes, or none, in whole large pages.
     if result.len() < 2 * LARGE || !are_fresh(result) || !*IS_ALLOWED.get_or_init(|| setting() != "system") {
         return;
     }
@@ -55,6 +57,7 @@ pub fn ask_for_large(result: *const [u8]) {
     {
         let page = page_size();
         let start = result.cast::<u8>().addr();
+        // madvise takes whole pages: `from` is rounded up and `to` is rounded down.
         let (from, to) = (start.next_multiple_of(page), (start + result.len()) / page * page);
         // SAFETY: the range consists of whole pages inside `result`; the advice changes neither bytes nor access
         // rights.
@@ -62,7 +65,8 @@ pub fn ask_for_large(result: *const [u8]) {
     }
 }
 
-/// True if the system has not given `result` its pages yet, judging by its middle page.
+/// True if the system has not given the buffer `result` its pages yet, judging by its middle page. Always false outside
+/// Linux.
 pub fn are_fresh<T>(result: *const [T]) -> bool {
     #[cfg(target_os = "linux")]
     {

@@ -17,13 +17,15 @@ pub fn threads() -> usize {
     tch::get_num_threads() as usize
 }
 
-/// Calls `work` on disjoint ranges that together cover 0..n, on several threads if n exceeds `grain`. If a call panics,
-/// the panic continues in the caller after all calls have ended.
+/// Calls `work` on disjoint ranges that together cover 0..n, on several threads if n exceeds `grain`, the least number
+/// of items that are worth a thread. If a call panics, the panic continues in the caller after all calls have ended.
 pub fn for_each<F: Fn(Range<usize>) + Sync>(n: usize, grain: usize, work: F) {
+    /// What all threads share: the work, and the panic of the last call that panicked.
     struct Task<F> {
         work: F,
         panic: Mutex<Option<Box<dyn Any + Send>>>,
     }
+    /// Does the work on one range for C++, which passes `context`, a pointer to the task.
     extern "C" fn run<F: Fn(Range<usize>) + Sync>(context: *const c_void, begin: i64, end: i64) {
         // SAFETY: `context` is the task below, which outlives nfrs_parallel_for's return.
         let task = unsafe { &*context.cast::<Task<F>>() };
@@ -65,7 +67,7 @@ impl<T> Shared<T> {
     }
 }
 
-/// Returns the least number of rows that are worth a thread of their own: those with 16,384 numbers.
+/// Returns the least number of rows that are worth a thread of their own: about 16,384 numbers in rows of `cols`.
 pub fn grain(cols: usize) -> usize {
     (16 * 1024 / cols.max(1)).max(1)
 }

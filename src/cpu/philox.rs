@@ -9,6 +9,7 @@
 
 use super::memory;
 
+// `fill` reinterprets 64-bit numbers as half words, so the order of bytes matters.
 const _: () = assert!(cfg!(target_endian = "little"), "fill writes words as pairs of halves, low half first");
 
 /// The number of columns that one Philox block serves.
@@ -47,8 +48,8 @@ impl Dropout {
 /// multiplies 32 by 32 bits without moving data between rounds, twice as fast as in the form of sixteen u32.
 type Words = [u64; LANES];
 
-/// Computes one round for sixteen counters: words 0 and 2 are multiplied by the algorithm's constants, and the halves
-/// of the products are mixed with the other words and the key.
+/// Computes one round for sixteen counters; `c[i][l]` is word i of counter l. Words 0 and 2 are multiplied by the
+/// algorithm's constants, and the halves of the products are mixed with the other words and the key.
 #[inline(always)]
 fn round(c: &mut [Words; 4], key: [u32; 2]) {
     const M0: u64 = 0xD251_1F53;
@@ -63,13 +64,14 @@ fn round(c: &mut [Words; 4], key: [u32; 2]) {
     }
 }
 
-/// Computes the ten rounds for sixteen counters at the same time. `c[i][l]` is word i of counter l.
+/// Computes the ten rounds for sixteen counters at the same time, and returns their random words. `c[i][l]` is word i
+/// of counter l; `seed` is the key.
 #[inline(always)]
 fn philox(mut c: [Words; 4], seed: u64) -> [Words; 4] {
     let mut key = [seed as u32, (seed >> 32) as u32];
     for _ in 0..10 {
         round(&mut c, key);
-        // The algorithm changes the key between rounds by these constants.
+        // Between rounds the algorithm adds these constants to the key.
         key[0] = key[0].wrapping_add(0x9E37_79B9);
         key[1] = key[1].wrapping_add(0xBB67_AE85);
     }
@@ -83,7 +85,8 @@ pub fn padded(cols: usize) -> usize {
 }
 
 /// Writes the random half words of `rows` rows from row `first_row` on, `padded(cols)` per row. `out` must have the
-/// length of [`scratch`]'s buffers: `rows·padded(cols)`, rounded up to 128 (sixteen blocks).
+/// length of [`scratch`]'s buffers: `rows·padded(cols)`, rounded up to 128. These are sixteen blocks of eight half
+/// words, which are computed side by side.
 #[inline(always)]
 pub fn fill(stream: &Stream, first_row: usize, rows: usize, cols: usize, out: &mut [u16]) {
     let per_row = padded(cols) / BLOCK;
@@ -98,7 +101,7 @@ pub fn fill(stream: &Stream, first_row: usize, rows: usize, cols: usize, out: &m
         }
         // `counters[i][l]` is word i of the counter of the group's block l: the block's index, its row, then `high`.
         let mut counters = [[0; LANES], [0; LANES], [high[0] as u64; LANES], [high[1] as u64; LANES]];
-        // The group before may have ended with its row.
+        // The previous group may have ended exactly at the end of a row.
         if block as usize == per_row {
             (row, block) = (row + 1, 0);
         }
@@ -125,7 +128,8 @@ pub fn fill(stream: &Stream, first_row: usize, rows: usize, cols: usize, out: &m
             pairs[2 * l] = words[0][l] & 0xffff_ffff | words[1][l] << 32;
             pairs[2 * l + 1] = words[2][l] & 0xffff_ffff | words[3][l] << 32;
         }
-        // SAFETY: any 64 bits are four valid u16. Writing these one by one would cost as much as five of the rounds.
+        // Writing the half words one by one would cost as much as five of the rounds.
+        // SAFETY: any 64 bits are four valid u16.
         let halves: [u16; LANES * BLOCK] = unsafe { std::mem::transmute(pairs) };
         group.copy_from_slice(&halves);
         blocks_left = blocks_left.saturating_sub(LANES);

@@ -58,7 +58,7 @@ pub fn supported() -> Level {
 /// The number of the level at which kernels run; 0 until one is chosen.
 static CHOSEN: AtomicU8 = AtomicU8::new(0);
 
-/// Returns the level at which kernels run.
+/// Returns the level at which kernels run; the first call chooses it.
 #[inline]
 pub fn level() -> Level {
     Level::from_u8(CHOSEN.load(Ordering::Relaxed)).unwrap_or_else(choose)
@@ -105,10 +105,12 @@ pub fn has_bf16_products() -> bool {
 /// On AVX-512, f64 (a type of 8 bytes) runs AVX2's code, which saves compile time; the results are the same.
 #[macro_export]
 macro_rules! multiversion {
+    // The first form has `[isa S]`, the second has not. Below, types of 8 bytes skip the AVX-512 version.
     ($(#[$doc:meta])* $vis:vis fn $name:ident [isa $isa:ident] [$($g:ident : $bound:path),+] ($($arg:ident : $ty:ty),* $(,)?) $body:block) => {
         $(#[$doc])*
         #[allow(clippy::too_many_arguments)]
         $vis fn $name <$($g: $bound),+> ($($arg: $ty),*) {
+            // The body is inlined into each version, and so is compiled for the version's instruction set.
             #[inline(always)]
             fn body <$isa: $crate::cpu::pack::Isa, $($g: $bound),+> ($($arg: $ty),*) $body
             #[cfg(target_arch = "x86_64")]
@@ -138,6 +140,7 @@ macro_rules! multiversion {
         $(#[$doc])*
         #[allow(clippy::too_many_arguments)]
         $vis fn $name $(<$($g: $bound),+>)? ($($arg: $ty),*) {
+            // The body is inlined into each version, and so is compiled for the version's instruction set.
             #[inline(always)]
             fn body $(<$($g: $bound),+>)? ($($arg: $ty),*) $body
             #[cfg(target_arch = "x86_64")]

@@ -3,8 +3,8 @@
 //! A file holds its key, its length and checksum, then the binary. If these do not match, the kernel is compiled
 //! again. The cache only saves time: if it cannot be read or written, everything still works.
 //!
-//! Because the GPU runs these files, a folder or file is used only if it belongs to this user, is not a link, and is
-//! not writable by other users. Otherwise it is left alone, and a warning on standard error gives the reason, once.
+//! The GPU runs these files. So a folder or file is used only if it belongs to this user, is not a link, and is not
+//! writable by other users. Otherwise it is left alone, and a warning on standard error gives the reason, once.
 
 use super::{nvrtc, Program};
 use crate::atomic;
@@ -17,11 +17,11 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// The maximum size of a file in bytes; a longer one is damaged or malicious.
+/// The maximum size in bytes of a file in the cache; a longer one is damaged or malicious.
 pub const BYTES: u64 = 64 << 20;
 
-/// Returns the program's binary, read from the disk if it was compiled before, and its file if there is a cache
-/// folder.
+/// Returns the program's binary for a compute capability such as 90, read from the disk if it was compiled before. The
+/// second part is the binary's file; `None` if there is no trusted cache folder.
 pub fn compiled(program: &Program, options: &str, architecture: i32) -> Result<(Vec<u8>, Option<PathBuf>)> {
     let compiler = nvrtc::compiler()?;
     let (major, minor) = compiler.version();
@@ -32,7 +32,7 @@ pub fn compiled(program: &Program, options: &str, architecture: i32) -> Result<(
     if let Some(binary) = path.as_deref().and_then(|p| read(p, &key)) {
         return Ok((binary, path));
     }
-    let (binary, _) = compiler.compile(program.name, &source, options, architecture)?;
+    let (binary, _messages) = compiler.compile(program.name, &source, options, architecture)?;
     if let Some(path) = &path {
         // The write is best effort: without the file, the next process compiles again.
         let _ = write(path, &key, &binary);
@@ -45,8 +45,8 @@ pub fn folder() -> Option<PathBuf> {
     configured_folder().filter(|folder| trusted(atomic::check_own_directory(folder)).is_some())
 }
 
-/// Returns the result of a check of a folder or file, or `None` if the check failed. If the file exists but is not
-/// trusted, writes a warning with the reason to standard error, once for each reason.
+/// Returns the result of `checked`, a check of a folder or file, or `None` if the check failed. If the file exists but
+/// is not trusted, writes a warning with the reason to standard error, once for each reason.
 pub fn trusted<T>(checked: Result<T>) -> Option<T> {
     static WARNED: Mutex<Option<HashSet<String>>> = Mutex::new(None);
     match checked {
@@ -77,14 +77,16 @@ fn configured_folder() -> Option<PathBuf> {
     variable("NORMFORMER_RS_CACHE").or_else(|| user_cache().map(|folder| folder.join("normformer_rs")))
 }
 
-/// Creates the folder, with access only for its user. Errors like [`atomic::check_own_directory`].
+/// Creates the folder, with access only for its user, if it does not exist. Errors if it cannot be created or is not
+/// trusted, like [`atomic::check_own_directory`].
 fn make(folder: &Path) -> Result<()> {
     // If the folder cannot be created, the check below returns the error.
     let _ = DirBuilder::new().recursive(true).mode(0o700).create(folder);
     atomic::check_own_directory(folder)
 }
 
-/// Computes the 128-bit FNV-1a hash; the numbers are its offset basis and its prime.
+/// Computes the 128-bit FNV-1a hash, which is used as a checksum and as a file name. The two constants are the hash's
+/// offset basis and its prime.
 fn fingerprint(bytes: &[u8]) -> u128 {
     bytes.iter().fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d, |hash, byte| {
         (hash ^ u128::from(*byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b)
@@ -98,7 +100,7 @@ fn header(key: &str, binary: &[u8]) -> Vec<u8> {
     numbers.into_iter().flat_map(u128::to_le_bytes).chain(key.bytes()).collect()
 }
 
-/// Returns a cached binary, or `None` if the file is not trusted or does not match its header.
+/// Returns the cached binary with this key, or `None` if the file is not trusted or does not match its header.
 fn read(path: &Path, key: &str) -> Option<Vec<u8>> {
     // The first `?` ends a read that is not trusted, the second one a read of a file that does not exist.
     let file = trusted(atomic::read_own(path, BYTES))??;
@@ -108,10 +110,10 @@ fn read(path: &Path, key: &str) -> Option<Vec<u8>> {
     (file[..start] == header(key, binary)).then(|| binary.to_vec())
 }
 
-/// Writes a temporary file and renames it, so that readers see a whole file or none. If several processes write it, the
-/// last one wins.
+/// Writes the cache file `path`. A temporary file is written and renamed, so that readers see a whole file or none. If
+/// several processes write it, the last one wins.
 fn write(path: &Path, key: &str, binary: &[u8]) -> Result<()> {
-    static NEXT: AtomicU64 = AtomicU64::new(0);
+    static NEXT: AtomicU64 = AtomicU64::new(0); // the number of this process's next temporary file
     let unique = format!("{}-{}.tmp", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
     let temporary = path.with_extension(unique);
     let written = atomic::open_own(&temporary, File::options().write(true).create_new(true)).and_then(|mut file| {

@@ -34,7 +34,7 @@ api!(
     }
 );
 
-// These are values of CUdevice_attribute and CUstreamCaptureMode.
+// These are values of the driver's enums CUdevice_attribute and CUstreamCaptureMode.
 const MULTIPROCESSOR_COUNT: c_int = 16;
 const COMPUTE_CAPABILITY_MAJOR: c_int = 75;
 const COMPUTE_CAPABILITY_MINOR: c_int = 76;
@@ -58,7 +58,7 @@ pub struct Properties {
 
 // SAFETY: the context is the driver's handle, which any thread may use.
 unsafe impl Send for Properties {}
-// SAFETY: see above.
+// SAFETY: the context is the driver's handle, which any thread may use.
 unsafe impl Sync for Properties {}
 
 /// The driver's handle of a loaded kernel.
@@ -67,7 +67,7 @@ pub struct Function(*mut c_void);
 
 // SAFETY: the handle belongs to a module that is never unloaded, and any thread may launch it.
 unsafe impl Send for Function {}
-// SAFETY: see above.
+// SAFETY: the handle belongs to a module that is never unloaded, and any thread may launch it.
 unsafe impl Sync for Function {}
 
 impl Driver {
@@ -83,7 +83,7 @@ impl Driver {
         Ok(driver)
     }
 
-    /// Returns a device's properties, which are queried once.
+    /// Returns a device's properties, which are queried at the first call.
     pub fn device(&self, device: Device) -> Result<Properties> {
         if let Some(properties) = self.devices.read().unwrap_or_else(PoisonError::into_inner).get(&device) {
             return Ok(*properties);
@@ -115,7 +115,8 @@ impl Driver {
         // length.
         let name = unsafe {
             self.check((self.api.cuDeviceGet)(&mut handle, device), "cuDeviceGet")?;
-            self.check((self.api.cuDeviceGetName)(name.as_mut_ptr(), 255, handle), "cuDeviceGetName")?;
+            let most = name.len() as c_int - 1;
+            self.check((self.api.cuDeviceGetName)(name.as_mut_ptr(), most, handle), "cuDeviceGetName")?;
             self.check((self.api.cuDriverGetVersion)(&mut version), "cuDriverGetVersion")?;
             CStr::from_ptr(name.as_ptr()).to_string_lossy().replace(['\t', '\n'], " ")
         };
@@ -123,7 +124,7 @@ impl Driver {
         Ok(format!("{name}, driver {}.{}", version / 1000, version % 1000 / 10))
     }
 
-    /// Loads a binary, which is never unloaded, and returns the kernel named `kernel`.
+    /// Loads a compiled program, which is never unloaded, on a device. Returns its kernel named `kernel`.
     pub fn load(&self, device: Device, binary: &[u8], kernel: &CStr) -> Result<Function> {
         let _current = self.enter(device)?;
         let (mut module, mut function) = (std::ptr::null_mut(), std::ptr::null_mut());
@@ -172,8 +173,8 @@ impl Driver {
     /// Launches a loaded kernel on a stream.
     ///
     /// # Safety
-    /// The same conditions hold as for [`launch`](super::launch): `arguments` points to the one struct that the kernel
-    /// takes.
+    /// `arguments` points to the one struct that the kernel takes. The conditions of [`launch`](super::launch) hold for
+    /// this struct.
     pub unsafe fn launch(
         &self,
         device: Device,
@@ -202,7 +203,7 @@ impl Driver {
         Ok(Current(self))
     }
 
-    /// Turns a status of the driver into an error unless it is 0; `act` names the function that returned the status.
+    /// Turns the status `code` of the driver into an error unless it is 0; `act` names the function that returned it.
     fn check(&self, code: c_int, act: &str) -> Result<()> {
         if code == 0 {
             return Ok(());

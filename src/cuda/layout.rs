@@ -14,8 +14,8 @@ pub struct Layout {
     pub full: bool,
 }
 
-/// The maximum number of chunks that a thread keeps in registers: 32 numbers of 16 bits. For each gradient, the thread
-/// keeps as many sums.
+/// The maximum number of chunks that a thread keeps in registers. Four chunks have up to 32 numbers of 16 bits, and a
+/// backward pass keeps as many sums for each parameter's gradient.
 const MOST_HELD: u32 = 4;
 
 impl Layout {
@@ -25,10 +25,12 @@ impl Layout {
         let widest = 16 / bytes; // the numbers in a read of 16 bytes, the widest
         let vec = if aligned && cols.is_multiple_of(widest) { widest } else { 1 };
         let chunks = cols.div_ceil(vec);
-        // The fewest threads that can hold a row. If even 256 cannot, chunks are read again at each use.
+        // Choose the fewest threads that can keep a whole row in registers. If even 256 cannot, 512 threads read the
+        // chunks again at each use.
         match [32, 128, 256].into_iter().find(|lanes| chunks <= MOST_HELD * lanes) {
             Some(lanes) => {
-                // Powers of two keep the number of variants to compile small. Four rows of one warp share a block.
+                // Powers of two keep the number of variants to compile small. A block of 32 threads, one warp, would be
+                // too small, so four rows share a block.
                 let held = chunks.div_ceil(lanes).max(1).next_power_of_two();
                 Layout { vec, lanes, rows: if lanes == 32 { 4 } else { 1 }, held, full: chunks == held * lanes }
             }

@@ -12,33 +12,35 @@ macro_rules! api {
         pub struct $name { $($f: unsafe extern "C" fn($($t),*) -> $r,)* }
 
         impl $name {
+            /// Looks up each function in `library`; errors if one is missing.
+            ///
             /// # Safety
             /// The library's functions of these names have the declared types.
             unsafe fn bind(library: libloading::os::unix::Library) -> $crate::error::Result<Self> {
-                let found = Self {
+                let functions = Self {
                     // SAFETY: guaranteed by the caller.
                     $($f: unsafe { $crate::cuda::library::symbol(&library, stringify!($f))? },)*
                 };
                 // The library is never unloaded, so that the functions outlive every caller.
                 std::mem::forget(library);
-                Ok(found)
+                Ok(functions)
             }
         }
     };
 }
 pub(super) use api;
 
-/// Looks up a symbol of a library.
+/// Returns the symbol `name` of a library, such as a function; errors if the library lacks it.
 ///
 /// # Safety
 /// The library's symbol of this name is a `T`.
 pub unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T> {
     // SAFETY: guaranteed by the caller.
-    let found = unsafe { library.get::<T>(name.as_bytes()) };
-    found.map(|s| *s).map_err(|e| Error::Torch(format!("the library lacks {name} ({}): it is too old", reason(&e))))
+    let symbol = unsafe { library.get::<T>(name.as_bytes()) };
+    symbol.map(|s| *s).map_err(|e| Error::Torch(format!("the library lacks {name} ({}): it is too old", reason(&e))))
 }
 
-/// Returns the folder in which libraries are searched first, from NORMFORMER_RS_CUDA_LIBRARIES.
+/// Returns the folder that the user has set in NORMFORMER_RS_CUDA_LIBRARIES, in which libraries are searched first.
 pub fn chosen_folder() -> Option<PathBuf> {
     std::env::var_os("NORMFORMER_RS_CUDA_LIBRARIES").map(PathBuf::from)
 }
@@ -51,7 +53,7 @@ pub fn open(file: impl AsRef<Path>) -> Result<Library> {
         .map_err(|e| Error::Torch(format!("{} cannot be loaded: {}", file.display(), reason(&e))))
 }
 
-/// Returns the loader's own message about an error.
+/// Returns the message of the system's loader, which libloading wraps in an error of its own.
 fn reason(e: &libloading::Error) -> String {
     std::error::Error::source(e).map_or_else(|| e.to_string(), ToString::to_string)
 }
@@ -66,14 +68,14 @@ pub fn mapped(prefix: &str) -> Option<PathBuf> {
 /// Returns the files of a folder whose names begin with `prefix`, the newest version first.
 pub fn versions(folder: &Path, prefix: &str) -> Vec<PathBuf> {
     let files = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
-    let mut found: Vec<PathBuf> = files.filter(|p| is_library(p, prefix)).collect();
-    found.sort();
-    found.reverse();
-    found
+    let mut libraries: Vec<PathBuf> = files.filter(|p| is_library(p, prefix)).collect();
+    libraries.sort();
+    libraries.reverse();
+    libraries
 }
 
-/// True if the file name begins with `prefix` and is not that of a second build.
+/// True if the file name begins with `prefix`, and the file is not NVIDIA's second build of its compiler.
 fn is_library(path: &Path, prefix: &str) -> bool {
-    // NVIDIA ships a second build of the compiler under `.alt.`.
+    // The second build has `.alt.` in its name.
     path.file_name().and_then(|f| f.to_str()).is_some_and(|f| f.starts_with(prefix) && !f.contains(".alt."))
 }

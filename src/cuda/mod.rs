@@ -81,7 +81,7 @@ pub const OUTPUTS: usize = 6;
 
 device_struct! {
     /// The struct `Sums` of sums.cu: each block's sums of all columns, and the outputs to which their totals go.
-    /// `stride` is the distance, in numbers, between the columns of two blocks.
+    /// `stride` is the number of sums from one block's first column to the next block's.
     pub struct SumPartials = "Sums" {
         pub partial: *const u8,
         pub blocks: i32,
@@ -98,7 +98,7 @@ pub struct Grid {
     pub threads: u32,
 }
 
-/// The value of NORMFORMER_RS_CUDA.
+/// The user's choice in NORMFORMER_RS_CUDA.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum CudaMode {
     /// Kernels run if they can, once their results have been compared with the formula's ([`verdict`]).
@@ -148,7 +148,7 @@ pub fn readiness(device: Device) -> Result<Readiness> {
             Err(e) => Readiness::Missing(e.to_string()),
         },
     };
-    // The error is not remembered, so a later call checks again.
+    // This error returns before the result is stored in `known`, so a later call checks again.
     if let (CudaMode::Require, Readiness::Missing(why)) = (cuda_mode, &readiness) {
         return Err(Error::Torch(format!(
             "NORMFORMER_RS_CUDA=require, but the kernels cannot run on CUDA device {device}: {why}"
@@ -255,7 +255,7 @@ fn kernel(device: Device, program: &'static Program, options: &str, kernel: &'st
     Ok(new_kernel)
 }
 
-/// True if CPU tensors are sent through the CUDA kernels, for tests.
+/// True if tests have sent CPU tensors through the CUDA kernels, on a driver that runs on the host.
 static STAND_IN: AtomicBool = AtomicBool::new(false);
 
 /// Makes CUDA kernels run on CPU tensors, for tests. This needs a driver, found through NORMFORMER_RS_CUDA_LIBRARIES,

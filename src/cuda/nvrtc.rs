@@ -49,9 +49,10 @@ fn folders() -> Vec<PathBuf> {
     folders
 }
 
-/// Loads the first libnvrtc that can be opened: from [`folders`], then from the loader's search path.
+/// Loads the first libnvrtc that can be opened: from [`folders`], then from the loader's search path. If none can, the
+/// error says why, for each.
 fn find() -> Result<Nvrtc> {
-    let mut tried = Vec::new();
+    let mut errors = Vec::new();
     for folder in folders() {
         for file in versions(&folder, "libnvrtc.so") {
             // The compiler looks up its built-ins only by name in the loader's search path. Loading them first lets
@@ -64,23 +65,23 @@ fn find() -> Result<Nvrtc> {
             match open(&file) {
                 // SAFETY: these functions of NVRTC have had these types since CUDA 11.1.
                 Ok(library) => return unsafe { Nvrtc::bind(library) },
-                Err(e) => tried.push(e.to_string()),
+                Err(e) => errors.push(e.to_string()),
             }
         }
     }
     if chosen_folder().is_none() {
         for name in ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"] {
             match open(name) {
-                // SAFETY: see above.
+                // SAFETY: these functions of NVRTC have had these types since CUDA 11.1.
                 Ok(library) => return unsafe { Nvrtc::bind(library) },
-                Err(e) => tried.push(e.to_string()),
+                Err(e) => errors.push(e.to_string()),
             }
         }
     }
     Err(Error::Torch(format!(
         "NVIDIA's run-time compiler was not found ({}): install nvidia-cuda-nvrtc, or name the folder of libnvrtc.so in \
          NORMFORMER_RS_CUDA_LIBRARIES",
-        if tried.is_empty() { "no libnvrtc.so".to_string() } else { tried.join("; ") }
+        if errors.is_empty() { "no libnvrtc.so".to_string() } else { errors.join("; ") }
     )))
 }
 
@@ -121,7 +122,7 @@ impl Nvrtc {
             let compiled = (self.nvrtcCompileProgram)(handle, pointers.len() as c_int, pointers.as_ptr());
             let log = self.read(handle, self.nvrtcGetProgramLogSize, self.nvrtcGetProgramLog).unwrap_or_default();
             let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_string();
-            let architecture = options[1].to_string_lossy();
+            let architecture = options[1].to_string_lossy(); // the option --gpu-architecture
             self.check(compiled, &format!("compiling {name} for {architecture}"), &log)
                 .and_then(|()| Ok((self.read(handle, self.nvrtcGetCUBINSize, self.nvrtcGetCUBIN)?, log)))
         };
@@ -130,7 +131,8 @@ impl Nvrtc {
         result
     }
 
-    /// Returns one of the compiler's outputs, the log or the binary.
+    /// Returns one of the compiler's outputs, the log or the binary. `size` is the function that reports its length,
+    /// and `get` the one that copies it.
     ///
     /// # Safety
     /// The program has not been destroyed, and `get` writes as many bytes as `size` reports.
@@ -149,8 +151,8 @@ impl Nvrtc {
         Ok(bytes)
     }
 
-    /// Turns a status of the compiler into an error unless it is 0. The error's text has the operation `act`, the
-    /// reason, and the compiler's messages `log`.
+    /// Turns the status `code` of the compiler into an error unless it is 0. The error's text has the operation `act`,
+    /// the reason, and the compiler's messages `log`.
     fn check(&self, code: c_int, act: &str, log: &str) -> Result<()> {
         if code == 0 {
             return Ok(());

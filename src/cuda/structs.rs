@@ -17,6 +17,7 @@ impl StructLayout {
     /// `offsetof`, so they use `__INTADDR__` of its front end. This is undocumented, so only tests should rely on it.
     pub fn assertions(&self) -> String {
         let StructLayout { name, size, fields } = self;
+        // A field's address in a struct at address 0 is its offset.
         let mut text = format!("static_assert(sizeof({name}) == {size}, \"{name}: Rust has {size} bytes\");\n");
         for (field, offset) in *fields {
             let _ = writeln!(

@@ -43,7 +43,7 @@ pub enum Verdict {
     Off,
 }
 
-// These are values of `Variant::verdict`.
+// The states of a variant. WRONG stands for `Verdict::Off` too, because neither kind may be launched.
 const UNKNOWN: u8 = 0;
 const RIGHT: u8 = 1;
 const WRONG: u8 = 2;
@@ -72,8 +72,8 @@ impl Variant {
 
     /// Allows a launch, or refuses it: records the reason for [`admitted`], and returns an error.
     pub fn admit(&'static self) -> Result<()> {
-        // A proof records the variants that it launches, and launches any.
-        let is_proof = LAUNCHED.with_borrow_mut(|all| all.as_mut().map(|all| all.push(self)).is_some());
+        // During a proof the launch is recorded and always allowed.
+        let is_proof = LAUNCHED.with_borrow_mut(|launched| launched.as_mut().map(|all| all.push(self)).is_some());
         if is_proof {
             return Ok(());
         }
@@ -86,7 +86,7 @@ impl Variant {
         Err(Error::Torch(format!("the CUDA kernel is {refusal:?}: {}", self.name())))
     }
 
-    /// Records a verdict, unless the variant already has one.
+    /// Records a verdict here and in the variant's file, unless the variant already has one.
     fn judge(&self, verdict: Verdict) {
         let (state, word) = match verdict {
             Verdict::Right => (RIGHT, Some("right")),
@@ -96,7 +96,8 @@ impl Variant {
         let was_unknown = self.verdict.compare_exchange(UNKNOWN, state, Ordering::AcqRel, Ordering::Acquire).is_ok();
         if let (true, Some(file), Some(word)) = (was_unknown, &self.file, word) {
             let line = format!("{}\t{word}\n", self.line);
-            // Ignore failures to write. One call writes the line, so that lines from several processes do not mix.
+            // A failure to write is ignored: the next process then proves the variant again. One call writes the whole
+            // line, so that lines from several processes do not mix.
             let _ = appended(file).map(|mut f| f.write_all(line.as_bytes()));
         }
     }
@@ -110,17 +111,17 @@ impl Variant {
     }
 }
 
-/// Runs a call's kernels. Returns its result, or the reason for which a launch was refused.
+/// Runs a call's kernels with `run`. Returns the result of `run`, or the reason for which a launch was refused.
 pub fn admitted(run: impl FnOnce() -> Result<()>) -> std::result::Result<Result<()>, Refusal> {
     REFUSED.set(None);
-    let done = run();
+    let result = run();
     match REFUSED.take() {
-        Some(refusal) if done.is_err() => Err(refusal),
-        _ => Ok(done),
+        Some(refusal) if result.is_err() => Err(refusal),
+        _ => Ok(result),
     }
 }
 
-/// Runs kernels, unknown variants included. Returns the result, and the variants that were launched.
+/// Runs kernels with `run`, unknown variants included. Returns the result of `run`, and the variants that it launched.
 pub fn launched<T>(run: impl FnOnce() -> T) -> (T, Vec<&'static Variant>) {
     /// Restores the outer record when dropped, even after a panic: otherwise the thread would allow every launch.
     struct Outside(Option<Vec<&'static Variant>>);
@@ -130,8 +131,8 @@ pub fn launched<T>(run: impl FnOnce() -> T) -> (T, Vec<&'static Variant>) {
         }
     }
     let _outside = Outside(LAUNCHED.replace(Some(Vec::new())));
-    let done = run();
-    (done, LAUNCHED.take().unwrap_or_default())
+    let result = run();
+    (result, LAUNCHED.take().unwrap_or_default())
 }
 
 /// True if this thread runs kernels in [`launched`], where unknown variants are allowed.
@@ -172,7 +173,7 @@ pub fn kept() -> Vec<String> {
 /// lines with both verdicts, wrong counts.
 fn read(file: &Path, line: &str) -> Option<bool> {
     let text = text(file)?;
-    let verdicts = text.lines().filter_map(|of_file| of_file.strip_prefix(line)?.strip_prefix('\t'));
+    let verdicts = text.lines().filter_map(|file_line| file_line.strip_prefix(line)?.strip_prefix('\t'));
     let known = verdicts.filter(|verdict| ["right", "wrong"].contains(verdict));
     known.map(|verdict| verdict == "right").reduce(|all_right, is_right| all_right && is_right)
 }
@@ -206,7 +207,8 @@ mod tests {
         judge(&both, Verdict::Right);
         assert!(admitted(|| good.admit()).unwrap().is_ok());
         assert_eq!(admitted(|| bad.admit()).err(), Some(Refusal::Wrong));
-        // New `Variant`s read the file, as those of another process would.
+        // New `Variant`s read the file, as those of another process would. The name "goo" is a part of "good", but has
+        // no verdict.
         let (good, bad, other) =
             (variant(folder.path(), "good"), variant(folder.path(), "bad"), variant(folder.path(), "goo"));
         assert!(admitted(|| good.admit()).unwrap().is_ok());

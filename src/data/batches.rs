@@ -63,7 +63,7 @@ pub struct Batch {
 pub fn plan(lengths: &[(usize, usize)], max_tokens: usize, seed: u64, epoch: u64) -> Vec<Vec<usize>> {
     let longer_side = |sentence: usize| lengths[sentence].0.max(lengths[sentence].1);
     let mut order: Vec<usize> = (0..lengths.len()).collect();
-    // An epoch has only one order of each kind, so the index of both generators is 0.
+    // The third argument numbers the generators of an epoch. Each purpose needs only one here, so it is 0.
     Random::new(seed, epoch, 0, Purpose::TieBreak).shuffle(&mut order);
     // The sort is stable, so that the random order decides between equal lengths.
     order.sort_by_key(|&sentence| (longer_side(sentence), lengths[sentence]));
@@ -82,6 +82,8 @@ pub fn plan(lengths: &[(usize, usize)], max_tokens: usize, seed: u64, epoch: u64
 
 /// Packs the sentences with the indices `sentences` into a batch.
 ///
+/// In translation, the input is the first token and the target, and the tokens to predict are the target and EOS.
+///
 /// Panics if a sentence is not in the corpus.
 pub fn collate(corpus: &Corpus, sentences: &[usize]) -> Batch {
     let targets = || rows_at(&corpus.target, sentences);
@@ -90,7 +92,7 @@ pub fn collate(corpus: &Corpus, sentences: &[usize]) -> Batch {
             PackedIds::from_rows(targets().map(|row| [corpus.start].into_iter().chain(row.iter().copied()))),
             targets().flat_map(with_eos).map(i64::from).collect(),
         ),
-        // A segment of language modelling is both input and target: the target is shifted by one token.
+        // In language modelling, a segment without its last token is the input; without its first, it is the output.
         None => (
             PackedIds::from_rows(targets().map(|row| row[..row.len().saturating_sub(1)].iter().copied())),
             targets().flat_map(|row| row.iter().skip(1)).map(|&token| i64::from(token)).collect(),
@@ -125,7 +127,8 @@ mod tests {
     use super::*;
     use crate::data::vocabulary::BOS;
 
-    /// Returns pairs of lengths from 2 to 41, EOS included, many of them equal.
+    /// Returns pairs of lengths from 2 to 41, EOS included, many of them equal. The factors are primes, so that
+    /// the order looks random.
     fn lengths() -> Vec<(usize, usize)> {
         (0..1000).map(|i| (2 + i * 7919 % 23, 2 + i * 104_729 % 40)).collect()
     }
@@ -144,6 +147,7 @@ mod tests {
     #[test]
     fn every_sentence_is_in_one_batch_of_allowed_cost() {
         let lengths = lengths();
+        // Batches of at most 100 tokens, for seed 1 and epoch 0.
         let batches = plan(&lengths, 100, 1, 0);
         let mut all = batches.concat();
         all.sort_unstable();

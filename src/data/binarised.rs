@@ -48,7 +48,8 @@ impl Binarised {
         Binarised { folder: folder.as_ref().to_path_buf(), pair: None }
     }
 
-    /// Opens a folder with two languages. By default, the direction is the one in the file names of `split`.
+    /// Opens a folder with two languages. By default, the direction is the one in the file names of `split`, such as
+    /// "train". Errors unless the folder has exactly one pair with the given languages.
     pub fn parallel(
         folder: impl AsRef<Path>,
         split: &str,
@@ -61,12 +62,12 @@ impl Binarised {
         let matches_languages = |pair: &Pair| {
             source_lang.is_none_or(|lang| lang == pair.source) && target_lang.is_none_or(|lang| lang == pair.target)
         };
-        let mut found: Vec<Pair> = pairs.iter().filter(|pair| matches_languages(pair)).cloned().collect();
+        let mut matching: Vec<Pair> = pairs.iter().filter(|pair| matches_languages(pair)).cloned().collect();
         // A pair may also be read in the direction opposite to its file names.
-        if found.is_empty() {
-            found = pairs.iter().map(swapped).filter(matches_languages).collect();
+        if matching.is_empty() {
+            matching = pairs.iter().map(swapped).filter(matches_languages).collect();
         }
-        if found.len() != 1 {
+        if matching.len() != 1 {
             let names: Vec<&str> = pairs.iter().map(|pair| pair.named.as_str()).collect();
             return Err(Error::invalid(format!(
                 "{}: expected {split}.{}-{}.LANG.idx of one language pair, found {}; give source_lang and target_lang",
@@ -76,7 +77,7 @@ impl Binarised {
                 if names.is_empty() { "none".into() } else { names.join(", ") },
             )));
         }
-        Ok(Binarised { folder: folder.to_path_buf(), pair: found.pop() })
+        Ok(Binarised { folder: folder.to_path_buf(), pair: matching.pop() })
     }
 
     /// Loads the dictionary of one side.
@@ -176,11 +177,13 @@ fn pairs(folder: &Path, split: &str) -> Result<BTreeSet<Pair>> {
     let entries = fs::read_dir(folder).map_err(|e| access_error("list", folder, e))?;
     let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
     let pair = |name: String| {
-        // `named` is SRC-TGT, and `language` is SRC or TGT.
+        // A name is SPLIT.SRC-TGT.LANG.idx; `named` is SRC-TGT, and `language` is SRC or TGT.
         let (named, language) = name.strip_prefix(split)?.strip_prefix('.')?.strip_suffix(".idx")?.rsplit_once('.')?;
-        let source = named.strip_suffix(language).and_then(|rest| rest.strip_suffix('-'));
-        let target = named.strip_prefix(language).and_then(|rest| rest.strip_prefix('-'));
-        let (source, target) = target.map(|target| (language, target)).or(source.map(|source| (source, language)))?;
+        let source_before = named.strip_suffix(language).and_then(|rest| rest.strip_suffix('-'));
+        let target_behind = named.strip_prefix(language).and_then(|rest| rest.strip_prefix('-'));
+        let language_is_source = target_behind.map(|target| (language, target));
+        let language_is_target = source_before.map(|source| (source, language));
+        let (source, target) = language_is_source.or(language_is_target)?;
         Some(Pair { named: named.into(), source: source.into(), target: target.into() })
     };
     Ok(names.filter_map(pair).collect())
@@ -216,7 +219,7 @@ struct IdKind {
     is_signed: bool,
 }
 
-/// fairseq's codes for integer types.
+/// fairseq's codes for integer types. Its codes 6 and 7 are floating-point types, which ids never have.
 const KINDS: [(i64, IdKind); 8] = [
     (1, IdKind { bytes: 1, is_signed: false }),
     (2, IdKind { bytes: 1, is_signed: true }),
@@ -256,6 +259,7 @@ impl Index {
         let (lengths, starts) = (take_numbers(&mut body, count, 4)?, take_numbers(&mut body, count, 8)?);
         // In this format, id 0 is stored as 0.
         let index = Index::of(kind, 0, lengths)?;
+        // Starts are converted from bytes to numbers; one inside a number becomes `None`.
         let id_bytes = kind.bytes as i64;
         index.verified(body, starts.map(|start| (start % id_bytes == 0).then_some(start / id_bytes)))
     }
@@ -327,8 +331,8 @@ impl Index {
 impl IdKind {
     /// Returns the integer type with this code of fairseq. Errors if the index has a version other than 1.
     fn find(version: i64, code: i64) -> Result<Self, String> {
-        let found = KINDS.iter().find(|(known, _)| *known == code && version == 1);
-        found.map(|(_, kind)| *kind).ok_or_else(|| {
+        let entry = KINDS.iter().find(|(known, _)| *known == code && version == 1);
+        entry.map(|(_, kind)| *kind).ok_or_else(|| {
             format!("version {version}, number type {code}; expected version 1 of integers: newer, or damaged")
         })
     }
@@ -350,7 +354,7 @@ fn take_numbers<'a>(
         .and_then(|size| body.split_at_checked(size))
         .ok_or_else(|| format!("{} bytes are left where {count} × {bytes} are due; it is damaged", body.len()))?;
     *body = rest;
-    // All numbers of an index are read as signed. An unsigned one is small, or damaged and refused.
+    // All numbers of an index are read as signed. Unsigned fields are small, unless they are damaged and refused.
     Ok(numbers.chunks_exact(bytes).map(|bytes| integer(bytes, true)))
 }
 
@@ -459,20 +463,21 @@ mod tests {
         let names = ["train.de-en.de.idx", "train.de-en.en.idx", "test.de-en.de.idx", "train1.de-fr.de.idx"];
         let directory = folder(&names.map(|name| (name, b"".as_slice())));
         let direction = |split, source, target| {
-            Binarised::parallel(directory.path(), split, source, target)
-                .map(|found| found.pair.map(|pair| format!("{}: {} → {}", pair.named, pair.source, pair.target)))
+            Binarised::parallel(directory.path(), split, source, target).map(|binarised| {
+                binarised.pair.map(|pair| format!("{}: {} → {}", pair.named, pair.source, pair.target))
+            })
         };
-        let is = |found: Result<Option<String>>, wanted: &str| assert_eq!(found.unwrap().unwrap(), wanted);
-        is(direction("train", None, None), "de-en: de → en");
-        is(direction("train", Some("en"), None), "de-en: en → de");
-        is(direction("train", Some("en"), Some("de")), "de-en: en → de");
-        is(direction("test", None, Some("en")), "de-en: de → en");
+        let expect = |read: Result<Option<String>>, wanted: &str| assert_eq!(read.unwrap().unwrap(), wanted);
+        expect(direction("train", None, None), "de-en: de → en");
+        expect(direction("train", Some("en"), None), "de-en: en → de");
+        expect(direction("train", Some("en"), Some("de")), "de-en: en → de");
+        expect(direction("test", None, Some("en")), "de-en: de → en");
         let none = message(direction("train", Some("fr"), None));
         assert!(none.contains("train.fr-TGT.LANG.idx of one language pair, found de-en;"), "{none}");
         fs::write(directory.path().join("train.de-fr.fr.idx"), b"").unwrap();
         let two = message(direction("train", None, None));
         assert!(two.contains("found de-en, de-fr;"), "{two}");
-        is(direction("train", None, Some("fr")), "de-fr: de → fr");
+        expect(direction("train", None, Some("fr")), "de-fr: de → fr");
         let nowhere = message(Binarised::parallel("/no/such/folder", "train", None, None));
         assert!(nowhere.contains("/no/such/folder: not there"), "{nowhere}");
     }
@@ -487,7 +492,7 @@ mod tests {
             ("dict.en.txt", b"a 3\n"),
         ];
         let directory = folder(&files);
-        let found = Binarised::parallel(directory.path(), "train", Some("en"), Some("de")).unwrap();
-        assert!(message(found.joint_dictionary()).contains("--joined-dictionary"));
+        let binarised = Binarised::parallel(directory.path(), "train", Some("en"), Some("de")).unwrap();
+        assert!(message(binarised.joint_dictionary()).contains("--joined-dictionary"));
     }
 }

@@ -119,7 +119,7 @@ impl Bpe {
     /// Splits a line into pieces, like `subword-nmt apply-bpe`. Only spaces separate words; a tab is part of its
     /// word.
     pub fn segment(&self, line: &str) -> Vec<String> {
-        // The lock is poisoned if a thread panicked while it had the lock. The cache is still valid, because its
+        // A thread that panics with the lock poisons it. `into_inner` ignores this: the cache is still valid, because
         // entries are only inserted whole.
         let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         let mut out = Vec::new();
@@ -208,6 +208,7 @@ impl Bpe {
                 // An empty range marks a symbol that is gone.
                 symbols[right] = 0..0;
                 next[left] = next[right];
+                // Behind the last symbol there is none whose `previous` must change.
                 if let Some(previous) = previous.get_mut(next[left]) {
                     *previous = left;
                 }
@@ -229,7 +230,8 @@ pub(super) fn spaced_words(line: &str) -> impl Iterator<Item = &str> {
 
 #[cfg(test)]
 pub(super) mod testing {
-    /// Returns a linear congruential generator of random numbers. Each number is below the argument of its call.
+    /// Returns a linear congruential generator of random numbers, with Knuth's constants. Each number is below the
+    /// argument of its call. The upper bits of the state are used, because its lowest ones have short periods.
     pub fn numbers(mut state: u64) -> impl FnMut(usize) -> usize {
         move |n| {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -337,6 +339,7 @@ mod tests {
 
     #[test]
     fn the_linked_list_merges_like_an_array() {
+        // `below(n)` is a random number below n.
         let mut below = testing::numbers(7);
         for round in 0..300 {
             // The pairs are in random order, so a merge may come before the merges that create its halves.
@@ -354,8 +357,8 @@ mod tests {
             for _ in 0..20 {
                 let word: String = (0..2 + below(20)).map(|_| ["a", "b", "c"][below(3)]).collect();
                 let marked = format!("{word}{WORD_END}");
-                let found: Vec<&str> = bpe.symbols(&marked).into_iter().map(|symbol| &marked[symbol]).collect();
-                assert_eq!(found, joined_in_place(&bpe, &word), "{word} by {:?}", bpe.merges);
+                let symbols: Vec<&str> = bpe.symbols(&marked).into_iter().map(|symbol| &marked[symbol]).collect();
+                assert_eq!(symbols, joined_in_place(&bpe, &word), "{word} by {:?}", bpe.merges);
             }
         }
     }

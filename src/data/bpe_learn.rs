@@ -29,6 +29,7 @@ impl Bpe {
         if operations == 0 {
             return Err(Error::invalid("0 BPE operations; expected at least 1, or no BPE at all (--no-bpe)"));
         }
+        // Checks are rare now, so that one for each line and merge costs little.
         let mut check_interrupt = throttled(check_interrupt);
         let mut number_of_lines = 0;
         // A sorted map is used because the order of a hash map would change the result.
@@ -60,11 +61,12 @@ fn learnable_words(line: &str) -> impl Iterator<Item = &str> {
 type Id = u32;
 type IdPair = (Id, Id);
 
-/// Marks a place whose symbol has been merged into its left neighbour.
+/// The id at a place whose symbol has been merged into its left neighbour.
 const GONE: Id = Id::MAX;
-/// Marks the place before the beginning or after the end of a word.
+/// The place before the beginning or after the end of a word.
 const NOWHERE: u32 = u32::MAX;
 
+/// The state of learning: the symbols of all distinct words, as linked lists in one array, and the pairs to merge.
 struct Learner {
     /// The text of each symbol, at the index of its id.
     spelled: Vec<String>,
@@ -145,6 +147,7 @@ impl Learner {
             self.next.push(if is_last { NOWHERE } else { place as u32 + 1 });
         }
         self.frequencies.push(count);
+        // A pair's place is that of its left symbol.
         for place in first + 1..self.symbols.len() {
             self.count(place as u32 - 1, (self.symbols[place - 1], self.symbols[place]), count);
         }
@@ -174,7 +177,7 @@ impl Learner {
             check_interrupt()?;
             let Some((count, Reverse(pair), Reverse(entry))) = self.queue.pop() else { break };
             let current_count = self.counts[&pair];
-            // The popped entry had an outdated count, so it is queued again with the current one.
+            // If the popped entry had an outdated count, it is queued again with the current one.
             if count != current_count {
                 self.queue.push((current_count, Reverse(pair), Reverse(entry)));
                 continue;
@@ -244,7 +247,7 @@ impl Learner {
             }
         }
         for (pair, words) in created {
-            // A later join of the same merge may have removed the pair again.
+            // In a word like "aaaab", a later join of this merge may have removed a pair that an earlier one created.
             match self.counts[&pair] > 0 {
                 true => self.enqueue(pair, words),
                 false => drop(self.places.remove(&pair)),
@@ -266,6 +269,7 @@ mod tests {
     /// The `tokenizers` library takes a minute for a word of this length.
     #[test]
     fn a_long_word_is_learned_and_segmented_in_linear_time() {
+        // `below(n)` is a random number below n.
         let mut below = numbers(3);
         let word: String = (0..160_000).map(|_| (b'a' + below(20) as u8) as char).collect();
         let start = std::time::Instant::now();

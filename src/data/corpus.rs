@@ -107,8 +107,8 @@ impl Corpus {
     pub fn predicted(&self) -> impl Iterator<Item = u32> + '_ {
         // In language modelling, the first token of a segment is the last one of the segment before, so it is not
         // predicted again, and EOS is already part of the segments.
-        let (skipped, end) = if self.source.is_some() { (0, Some(EOS)) } else { (1, None) };
-        self.target.iter().flat_map(move |row| row.iter().copied().skip(skipped).chain(end))
+        let (skipped, appended) = if self.source.is_some() { (0, Some(EOS)) } else { (1, None) };
+        self.target.iter().flat_map(move |row| row.iter().copied().skip(skipped).chain(appended))
     }
 
     /// Returns the checksum of the sentences; see [`digest`].

@@ -14,11 +14,11 @@ impl Joiner {
     /// Starts after `text`, which the pieces continue. A space comes before the first piece, unless `text` is empty or
     /// ends in white space or `@@`.
     pub fn after(text: &str) -> Self {
-        let end = text.chars().next_back();
-        Joiner { spaced: end.is_some_and(|c| !c.is_whitespace()) && !text.ends_with(CONTINUED) }
+        let last = text.chars().next_back();
+        Joiner { spaced: last.is_some_and(|c| !c.is_whitespace()) && !text.ends_with(CONTINUED) }
     }
 
-    /// Returns the text that this piece adds.
+    /// Returns the text that this piece adds: the piece without `@@`, after a space if it begins a word.
     pub fn push(&mut self, piece: &str) -> String {
         let (text, is_word_over) = match piece.strip_suffix(CONTINUED) {
             Some(text) => (text, false),

@@ -25,7 +25,8 @@ pub enum Purpose {
 pub struct Random(ChaCha8Rng);
 
 impl Random {
-    /// Builds the generator. Its key consists of seed, epoch, index and purpose, each 8 bytes, little-endian.
+    /// Builds the generator for one place of the run: `index` is that of a batch in its epoch, for example. The key
+    /// consists of seed, epoch, index and purpose, each 8 bytes, little-endian.
     pub fn new(seed: u64, epoch: u64, index: u64, purpose: Purpose) -> Self {
         let mut key = [0; 32];
         for (bytes, word) in key.chunks_exact_mut(8).zip([seed, epoch, index, purpose as u64]) {
@@ -54,7 +55,8 @@ impl Random {
     /// Returns a uniform integer in 0 ..= `most`, by rejection sampling: the next integer replaces one above `most`. A
     /// remainder would make small integers more probable.
     fn up_to(&mut self, most: u64) -> u64 {
-        // The mask keeps as many bits as `most` has, at least one, so that few integers are rejected.
+        // The mask keeps as many bits as `most` has, so that few integers are rejected. It keeps at least one bit, as a
+        // shift by 64 is an error.
         let mask = u64::MAX >> most.leading_zeros().min(63);
         loop {
             let drawn = self.0.next_u64() & mask;

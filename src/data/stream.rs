@@ -92,7 +92,8 @@ impl BatchStream {
             seen += batch.len();
             is_behind
         });
-        // At least one batch is left, because the evaluation at the end of an epoch follows an update.
+        // If no batch has enough sentences before it, the cursor goes to the last one. The epoch must not be over yet,
+        // because the evaluation at its end follows an update.
         self.cursor.index = index.unwrap_or(self.plan.len() - 1) as u64;
         self
     }
@@ -247,7 +248,8 @@ mod tests {
                 let left = stream_of(before, Cursor { epoch: 2, index });
                 let found = stream_of(now, Cursor { epoch: 2, index: 0 }).behind(left.seen() as f64 / 60.0);
                 let largest = stream_of(now, Cursor::default()).plan.iter().map(Vec::len).max().unwrap();
-                let (seen, is_last) = (found.seen(), found.cursor().index as usize + 1 == found.batches_per_epoch());
+                let seen = found.seen();
+                let is_last = found.cursor().index as usize + 1 == found.batches_per_epoch();
                 assert!(found.cursor().epoch == 2 && seen < left.seen() + largest, "{before} {now} {index}: {seen}");
                 assert!(seen >= left.seen() || is_last, "{before} {now} {index}: {seen}");
                 assert!(before != now || found.cursor() == left.cursor());

@@ -51,8 +51,8 @@ const UTF_16_MARKS: [&[u8]; 2] = [b"\xff\xfe", b"\xfe\xff"];
 pub fn read_lines(path: impl AsRef<Path>, check_interrupt: Interrupt) -> Result<Vec<String>> {
     let path = path.as_ref();
     // A compressed file of records, such as `corpus.jsonl.gz`, is a file of records, too.
-    let name = if path.extension().is_some_and(|end| end == "gz") { path.with_extension("") } else { path.into() };
-    let extension = name.extension().and_then(|end| end.to_str()).unwrap_or_default().to_lowercase();
+    let unpacked = if path.extension().is_some_and(|end| end == "gz") { path.with_extension("") } else { path.into() };
+    let extension = unpacked.extension().and_then(|end| end.to_str()).unwrap_or_default().to_lowercase();
     if RECORDS.contains(&extension.as_str()) {
         return Err(Error::invalid(format!(
             "{}: .{extension} files hold records; expected text with one sentence a line: make one of a field first \
@@ -114,7 +114,7 @@ pub fn lines_of(path: &Path, bytes: &[u8], check_interrupt: Interrupt) -> Result
             ))),
         }
     };
-    // `?` returns the error of an interrupt; what is left is the result of converting the lines.
+    // The outer result has the error of an interrupt, which `?` returns. The inner result is that of the conversion.
     interruptible(check_interrupt, body.split(|&byte| byte == b'\n').enumerate(), |lines| lines.map(to_line).collect())?
 }
 
@@ -285,8 +285,8 @@ mod tests {
 
     #[test]
     fn packed_files_are_named_with_the_command_that_unpacks_them() {
-        for (name, at, magic, unpack) in PACKED {
-            let bytes = [vec![b'a'; at].as_slice(), magic, b"\xff\n"].concat();
+        for (name, position, magic, unpack) in PACKED {
+            let bytes = [vec![b'a'; position].as_slice(), magic, b"\xff\n"].concat();
             // Gzip itself is unpacked, so the test packs these bytes into a gzip file.
             let error = message(read_lines(file(&gzip(&bytes)).path()));
             assert!(error.contains(&format!("{name} file; ")) && error.contains(unpack), "{name}: {error}");

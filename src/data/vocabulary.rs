@@ -119,7 +119,7 @@ impl Vocabulary {
         self.decode_as(ids, SPECIALS[UNK as usize])
     }
 
-    /// Does the same as [`decode`](Self::decode), with another spelling of `<unk>`.
+    /// Returns the pieces with these ids, without BOS, PAD and EOS. UNK and ids beyond the vocabulary become `unknown`.
     pub fn decode_as<'a>(&'a self, ids: &[u32], unknown: &'a str) -> Vec<&'a str> {
         let piece = |&id: &u32| match id {
             BOS | PAD | EOS => None,

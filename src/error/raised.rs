@@ -4,6 +4,7 @@ use super::Error;
 use std::ffi::{c_char, c_void, CString};
 use std::fmt;
 
+// These functions are in shim.cpp; `raised` points to the object that C++ keeps for an exception.
 extern "C" {
     fn nfrs_take_raised(text: *const c_char) -> *mut c_void;
     fn nfrs_drop_raised(raised: *mut c_void);
@@ -17,7 +18,8 @@ pub struct Raised {
     /// C++'s object; null after it has been given back.
     exception: *mut c_void,
     text: String,
-    /// A second error: the one with which the interrupted work ended, for example while it saved a checkpoint.
+    /// A second error, if the interrupted work failed once more while it ended, for example while it saved a
+    /// checkpoint.
     pub ended: Option<Box<Error>>,
 }
 
@@ -35,13 +37,13 @@ impl Raised {
         (!exception.is_null()).then(|| Raised { exception, text: text.to_string(), ended: None })
     }
 
-    /// Adds the error with which the interrupted work ended.
+    /// Adds a second error, with which the interrupted work ended.
     pub fn ended(mut self, with: Error) -> Self {
         self.ended = Some(Box::new(with));
         self
     }
 
-    /// Returns the exception to C++, which throws it again when C++ reports an error with this text.
+    /// Returns the exception to C++, which throws it again in place of an error with the same text.
     pub fn give_back(mut self) {
         // SAFETY: C++ made the exception, and takes its ownership back.
         unsafe { nfrs_return_raised(std::mem::replace(&mut self.exception, std::ptr::null_mut())) }

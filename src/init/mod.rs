@@ -37,12 +37,15 @@ pub trait RandomNumbers {
 /// libtorch's default generator, seeded by `torch.manual_seed` and shared by all threads of the process.
 pub struct ProcessGenerator;
 
+// In-place methods need a mutable tensor. A shallow clone is one, and it shares the memory of `t`.
 impl RandomNumbers for ProcessGenerator {
+    /// Fills the tensor with numbers from N(0, std²).
     fn normal(&self, t: &Tensor, std: f64) -> Result<()> {
         let _ = t.shallow_clone().f_normal_(0.0, std)?;
         Ok(())
     }
 
+    /// Fills the tensor with uniform numbers between −bound and bound.
     fn uniform(&self, t: &Tensor, bound: f64) -> Result<()> {
         let _ = t.shallow_clone().f_uniform_(-bound, bound)?;
         Ok(())
@@ -97,7 +100,7 @@ impl Fill {
         }
     }
 
-    /// Fills a tensor in place, with random numbers from `draw`.
+    /// Fills a tensor in place, with random numbers from `draw`. Autograd does not record this.
     pub fn write(&self, t: &Tensor, draw: &dyn RandomNumbers) -> Result<()> {
         let mut t = t.shallow_clone();
         no_grad(|| {
@@ -196,7 +199,8 @@ impl Init {
     }
 }
 
-/// Returns u-μP's fill of a matrix or table if the model uses u-μP, else the initialisation's own.
+/// Returns u-μP's fill of a matrix or table if the model uses u-μP, else the fill that `own` computes, the
+/// initialisation's.
 fn unit_scaled_or(model: &ModelShape, own: impl FnOnce() -> Fill) -> Fill {
     match model.scaled.unit {
         Some(_) => Fill::Normal { std: parametrisation::STD },
@@ -243,7 +247,7 @@ pub fn xavier_uniform(gain: f64, fan_in: i64, fan_out: i64) -> Fill {
     Fill::Uniform { bound: gain * (6.0 / (fan_in + fan_out) as f64).sqrt() }
 }
 
-/// Returns N(0, 1/d), for word embeddings.
+/// Returns the normal distribution of word embeddings, with mean 0 and variance 1/d.
 pub fn embedding(d_model: i64) -> Fill {
     Fill::Normal { std: (d_model as f64).powf(-0.5) }
 }

@@ -23,7 +23,7 @@ pub static SMALL: Init = Init {
     source: "Nguyen & Salazar 2019, §2.2",
     linear: |role, fan_in, fan_out, place| match role {
         Role::FeedForward1 | Role::FeedForward2 | Role::Gate | Role::OutputGate => xavier_normal(1.0, fan_in, fan_out),
-        // Xavier's std is √(2/(5d)) if fan_in + fan_out = d + 4d.
+        // All matrices of attention have the std √(2/(5d)), which is Xavier's if fan_in + fan_out = d + 4d.
         _ => xavier_normal(1.0, place.model.d_model, 4 * place.model.d_model),
     },
     ..XAVIER
@@ -81,8 +81,8 @@ pub static DEEPNORM: Init = Init {
     ..XAVIER
 };
 
-/// Returns DeepNorm's β, the gain of the initial values. It falls with the numbers of layers: n in the encoder, m in
-/// the decoder, or l in a single stack.
+/// Returns DeepNorm's β, the gain of the initial values. The formulas are for an encoder, for a decoder, and for a
+/// single stack. n, m and l are the numbers of layers in these stacks.
 fn deepnorm_beta(place: &LayerContext) -> f64 {
     place.constant(
         |n, m| 0.87 * (n.powi(4) * m).powf(-1.0 / 16.0),
@@ -102,8 +102,8 @@ pub static SUBLN: Init = Init {
     ..XAVIER
 };
 
-/// Returns Sub-LN's γ, the gain of the initial values. It grows with the numbers of layers: n in the encoder, m in the
-/// decoder, or l in a single stack.
+/// Returns Sub-LN's γ, the gain of the initial values. The formulas are for an encoder, for a decoder, and for a single
+/// stack. n, m and l are the numbers of layers in these stacks.
 fn subln_gamma(place: &LayerContext) -> f64 {
     place.constant(
         |n, m| ((3.0 * m).ln() * (2.0 * n).ln() / 3.0).sqrt(),
@@ -177,7 +177,8 @@ pub static R_FIXUP: Init = Init {
         "L = 2N + 3M branches (one stack 2L): q, k, v Xavier normal × L^(−1/6), fc1 × L^(−1/2), out, fc2 and an untied output zero",
     source: "Zhang et al. 2019 (Fixup)",
     linear: |role, fan_in, fan_out, place| {
-        // L, the number of additions to residual streams: a decoder's layer also has cross-attention.
+        // `branches` is L, the number of additions to residual streams. With an encoder, a decoder's layer has three
+        // sublayers, one of them cross-attention.
         let branches = match place.model.has_encoder {
             true => 2 * place.encoder_layers() + 3 * place.decoder_layers(),
             false => place.additions(),
@@ -228,7 +229,7 @@ pub static LLAMA_DEPTH: Init = Init {
     ..NORMAL
 };
 
-/// Returns N(0, 1/fan_in), truncated at three standard deviations.
+/// Returns the normal distribution with variance 1/fan_in, truncated at three standard deviations.
 fn normal_by_fan_in(fan_in: i64) -> Fill {
     Fill::CutNormal { std: (fan_in as f64).powf(-0.5) }
 }

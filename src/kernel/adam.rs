@@ -41,7 +41,8 @@ impl Default for Adam {
 }
 
 impl Adam {
-    /// Returns lr·√(1−β₂ᵗ)/(1−β₁ᵗ), in f64: 1 − 0.98 in f32 is off by 1e-6.
+    /// Returns the step size lr·√(1−β₂ᵗ)/(1−β₁ᵗ), where t is `step`. It is computed in f64, because in f32 a
+    /// difference like 1 − 0.98 is off by 1e-6.
     pub fn step_size(&self) -> f64 {
         let t = self.step as f64;
         self.lr * (1.0 - self.beta2.powf(t)).sqrt() / (1.0 - self.beta1.powf(t))
@@ -59,6 +60,7 @@ pub trait Moment<A>: Element<Acc = A> {
 
 impl<A: Accumulator> Moment<A> for A {
     const IS_ROUNDED: bool = false;
+    /// Returns the value itself: a moment of the computing type is not rounded.
     #[inline(always)]
     fn rounded(value: A, _: u16) -> Self {
         value
@@ -67,10 +69,11 @@ impl<A: Accumulator> Moment<A> for A {
 
 impl Moment<f32> for bf16 {
     const IS_ROUNDED: bool = true;
+    /// Rounds stochastically to bf16, which is the upper half of an f32.
     #[inline(always)]
     fn rounded(value: f32, bits: u16) -> Self {
-        // Stochastic rounding: the random bits are added to the half that is dropped, and carry into the kept half with
-        // the right probability.
+        // The random bits are added to the lower half, which the shift then drops. The sum carries into the upper half
+        // with the right probability.
         bf16::from_bits((value.to_bits().wrapping_add(u32::from(bits)) >> 16) as u16)
     }
 }
@@ -85,21 +88,23 @@ pub struct Rounding {
     pub first: usize,
 }
 
-/// The number of elements whose random bits are in one row of [`philox`]. A row has one half word per element for m,
+/// The number of elements whose random bits are in one row of the stream. A row has one half word per element for m,
 /// then one per element for v.
 pub const ROW: usize = 1024;
-/// The site of the random stream. The model's dropout sites are numbered from 0 and stay below this.
+/// The number by which Adam's random stream differs from those of dropout. Each dropout layer of a model has a site
+/// number, counted from 0, and these stay below this one.
 pub const SITE: u16 = u16::MAX;
 
 impl Rounding {
-    /// Returns the random stream of this update.
+    /// Returns the random stream of this update. It is not split by micro-batch, so that number is 0.
     fn stream(&self) -> Stream {
         Stream { seed: self.seed, update: self.update, micro_batch: 0, site: SITE }
     }
 }
 
 multiversion! {
-    /// Updates parameters `p` and moments `m`, `v` from gradients `g`, and zeroes `g`. All have one length.
+    /// Updates parameters `p` and moments `m`, `v` from gradients `g`, and zeroes `g`. All have one length, and
+    /// `rounding` says from which place of the random stream their roundings come.
     ///
     /// `grad_scale` combines clipping and the loss's normaliser. If it is not finite, because a gradient is not finite,
     /// p, m and v do not change, so that the run can stop with its weights intact.
@@ -118,7 +123,9 @@ multiversion! {
         // Decoupled weight decay multiplies the parameters by this factor.
         let keep = A::from_f64(1.0 - adam.lr * adam.weight_decay);
         let (stream, mut bits, mut start) = (rounding.stream(), [0; 2 * ROW], 0);
-        // Each pass updates the elements whose random bits are in one row of the stream; `start` is the first of them.
+        // Element i of the buffer is element `rounding.first` + i of the run. Row r of the stream has the random bits
+        // of the run's elements from r·ROW on. Each pass updates the elements of one row, beginning with element
+        // `start`.
         while start < p.len() {
             let (row, column) = ((rounding.first + start) / ROW, (rounding.first + start) % ROW);
             let part = start..p.len().min(start + ROW - column);
@@ -128,8 +135,8 @@ multiversion! {
             let (m_bits, v_bits) = bits.split_at(ROW);
             let bits = m_bits[column..].iter().zip(&v_bits[column..]);
             let moments = m[part.clone()].iter_mut().zip(&mut v[part.clone()]);
-            let numbers = p[part.clone()].iter_mut().zip(&mut g[part.clone()]);
-            for (((p, g), (m, v)), (m_bits, v_bits)) in numbers.zip(moments).zip(bits) {
+            let parameters_and_gradients = p[part.clone()].iter_mut().zip(&mut g[part.clone()]);
+            for (((p, g), (m, v)), (m_bits, v_bits)) in parameters_and_gradients.zip(moments).zip(bits) {
                 let scaled = *g * scale;
                 let new_m = beta1 * m.load() + rest1 * scaled;
                 let new_v = beta2 * v.load() + rest2 * (scaled * scaled);
@@ -141,7 +148,7 @@ multiversion! {
     }
 }
 
-/// Returns Σ x², in f64: in f32 a gradient of 2e19 would overflow.
+/// Returns Σ x². The sum is in f64, because the square of a gradient of 2e19 would overflow an f32.
 pub fn sum_of_squares<A: Accumulator>(x: &[A]) -> f64 {
     let mut total = 0.0;
     add_squares(x, &mut total);
@@ -176,10 +183,11 @@ mod tests {
 
     /// Returns a number in [−1, 1) that looks random and depends only on i.
     fn noise(i: usize) -> f64 {
+        // The product scrambles the bits of i; its upper 24 bits are the number.
         ((i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as f64 / (1 << 23) as f64 - 1.0
     }
 
-    /// The random bits of a run's first update.
+    /// The random bits of a run's first update, for a buffer that begins with the run's first element.
     const FIRST: Rounding = Rounding { seed: 5, update: 1, first: 0 };
 
     /// Compares ten updates with Kingma & Ba's algorithm 1, whose formula uses m̂ and v̂; its ε is ours divided by
@@ -196,6 +204,7 @@ mod tests {
                     let lr = 0.01 / step as f64;
                     let adam = Adam { lr, beta1: 0.9, beta2: 0.98, eps: 1e-8, weight_decay: 0.1, step };
                     let scale = A::from_f64(0.3);
+                    // The gradients' sizes run from 1e-3 to 1e3.
                     let mut g: Vec<A> = (0..n)
                         .map(|i| A::from_f64(noise(i + 1000 * step as usize) * 10f64.powi(i as i32 % 7 - 3)))
                         .collect();
@@ -272,6 +281,8 @@ mod tests {
 
     #[test]
     fn roundings_are_a_number_s_place_and_update() {
+        // These are 5000 elements from place 100 on, in update 7. Random bits of a row end at place 1024, which is
+        // element 924 here.
         let whole = rounded(5000, 100, 7);
         assert_ne!(whole.0, whole.1);
         for (start, end) in [(0, 1), (900, 1000), (923, 925), (924, 3000), (4999, 5000)] {

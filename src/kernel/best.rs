@@ -2,9 +2,9 @@
 //!
 //! > log p_i = z_i − log Σ_j exp z_j
 //!
-//! A row is processed in parts, which are still in the second-level cache after they were computed. A first reading of
-//! a part finds the maximum of each block of 64 columns, a second adds up exp(z − max). A third reads only blocks that
-//! can contain a column larger than the smallest of the best so far.
+//! A row is processed in parts, which are still in the second-level cache after they were computed. The first pass over
+//! a part finds the maximum of each block of 64 columns, and the second adds up exp(z − max). The third reads only
+//! blocks whose maximum exceeds the smallest of the best logits so far.
 
 pub mod call;
 
@@ -44,7 +44,7 @@ pub struct Standing {
 }
 
 impl Standing {
-    /// Returns the state before the first part, with room for `count` columns.
+    /// Returns the state before the first part, with room for the `count` best columns.
     pub fn new(count: usize) -> Self {
         Standing { most: f64::NEG_INFINITY, sum: 0.0, found: Vec::with_capacity(count) }
     }
@@ -57,6 +57,7 @@ impl Standing {
         if log_sum.is_nan() || self.most == f64::NEG_INFINITY {
             return vec![Likely { column: 0, log_p: f64::NAN }];
         }
+        // Until here `log_p` held the logit z: log p = (z − max) − log Σ exp(z − max).
         self.found.iter_mut().for_each(|likely| likely.log_p = (likely.log_p - self.most) - log_sum);
         self.found
     }
@@ -64,8 +65,8 @@ impl Standing {
 
 multiversion! {
     /// Reads the next part of each row: `cols` logits that begin at column `start`. `logits` begins with the first
-    /// row's part, and rows are `stride` apart. `count` is the number of best columns to find. Callers must pass the
-    /// parts in the order of their columns.
+    /// row's part, and rows are `stride` apart. `count` is the number of best columns to find, and `standings` has the
+    /// state of each row. Callers must pass the parts in the order of their columns.
     pub fn rank[isa S][E: Element](
         logits: &[E],
         start: usize,
@@ -98,7 +99,7 @@ multiversion! {
     }
 }
 
-/// Returns the largest number, and writes the maximum of each block of 64; NaN is ignored.
+/// Returns the largest number, and writes the maximum of each block of 64 to `maxima`; NaN is ignored.
 #[inline(always)]
 fn block_maxima<E: Element>(z: &[E], maxima: &mut [E::Acc]) -> E::Acc {
     let lowest = E::Acc::from_f64(f64::NEG_INFINITY);
@@ -136,8 +137,9 @@ fn sum_of_exponentials<E: Element, S: Isa>(z: &[E], most: E::Acc) -> E::Acc {
     sum(totals)
 }
 
-/// Updates `found`, the `count` largest columns so far, with the columns of `z`, the first of which is `start`. The
-/// entries of `found` hold logits instead of log p.
+/// Updates `found`, the `count` best columns so far in descending order, with the columns of `z`, the first of which is
+/// `start`. `maxima` has the maximum of each block of z; `banned` columns are left out. In `found`, the fields `log_p`
+/// hold logits.
 #[inline(always)]
 fn largest<E: Element>(
     z: &[E],
@@ -147,10 +149,12 @@ fn largest<E: Element>(
     banned: &[usize],
     found: &mut Vec<Likely>,
 ) {
-    // A column is among the best so far only if its logit is larger than `least`, the last of `count` entries.
+    // A column enters the list only if its logit is larger than `least`: the last of `count` entries, or −∞ if there
+    // are fewer.
     let mut least = E::Acc::from_f64(found.get(count - 1).map_or(f64::NEG_INFINITY, |last| last.log_p));
     for (block, (z, maximum)) in z.chunks(BLOCK).zip(maxima).enumerate() {
-        // Columns are read in ascending order, and of equal logits the lower column wins.
+        // A block whose maximum equals `least` is skipped too: the lower of two columns with equal logits wins, and
+        // columns are read in ascending order.
         if *maximum <= least {
             continue;
         }
@@ -158,12 +162,12 @@ fn largest<E: Element>(
             let value = z.load();
             let column = start + block * BLOCK + i;
             if value > least && !banned.contains(&column) {
-                let log_p = value.to_f64();
-                // The column comes after larger and equal logits, because of equal ones the lower column is first.
-                let place = found.partition_point(|better| better.log_p >= log_p);
+                let logit = value.to_f64();
+                // The column comes after larger and equal logits, because the lower of two equal columns is first.
+                let place = found.partition_point(|better| better.log_p >= logit);
                 // If there are `count` entries, the last one makes room.
                 found.truncate(count - 1);
-                found.insert(place, Likely { column, log_p });
+                found.insert(place, Likely { column, log_p: logit });
                 if found.len() == count {
                     least = E::Acc::from_f64(found[count - 1].log_p);
                 }
@@ -178,8 +182,8 @@ mod tests {
     use crate::cpu::simd::{force, Level};
     use half::bf16;
 
-    /// Reads rows of `cols` logits, `stride` apart, whole and in parts of 64 columns. Checks that both find the same
-    /// best columns, and returns these for each row.
+    /// Finds the best columns of each row of z twice: from whole rows, and from parts of 64 columns. Rows have `cols`
+    /// logits and are `stride` apart. Checks that both ways agree, and returns the best columns of each row.
     fn run<E: Element>(z: &[f64], cols: usize, stride: usize, count: usize, choice: Choice) -> Vec<Vec<Likely>> {
         let logits: Vec<E> = z.iter().map(|z| E::store(E::Acc::from_f64(*z))).collect();
         let [whole, parts] = [cols, 64].map(|part| {
@@ -199,7 +203,7 @@ mod tests {
         parts
     }
 
-    /// Computes the result from the definition, by sorting.
+    /// Returns the `count` best allowed columns of one row z, found by sorting.
     fn naive(z: &[f64], count: usize, choice: Choice) -> Vec<Likely> {
         let most = z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let lse = most + z.iter().map(|z| (z - most).exp()).sum::<f64>().ln();
@@ -216,9 +220,11 @@ mod tests {
         all
     }
 
-    /// Returns multiples of 1/8, so that bf16 holds them and many are equal.
+    /// Returns n numbers that look random; `seed` selects them. They are multiples of 1/8, so that bf16 holds them
+    /// exactly and many are equal.
     fn logits(n: usize, seed: u64) -> Vec<f64> {
         (0..n as u64)
+            // The product scrambles the bits of i; its upper 7 bits are the number of eighths above −9.
             .map(|i| ((i + 77 * seed + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 57) as f64 / 8.0 - 9.0)
             .collect()
     }

@@ -1,7 +1,7 @@
-//! Norms whose statistics are per column, over rows and over updates: their interface, and the passes over memory.
+//! Norms whose statistics are per column, such as batch norm: their interface, and the passes over memory.
 //!
-//! The norms of docs/spec.md §1.6 keep running statistics. With a shift and a scale for every column, they have the
-//! form
+//! The norms of docs/spec.md §1.6 measure each column over the rows of a batch, and keep running statistics over
+//! updates. With a shift and a scale for every column, they have the form
 //!
 //! > x̂ = (x − shift)⊙scale,  y = γ⊙x̂ + β
 //!
@@ -12,8 +12,8 @@
 //! where p, q and r follow from the two sums Σ dy and Σ dy⊙x̂ (and, in PowerNorm, from a running ν). Rows that `pad`
 //! marks enter no sum, and y and dx are 0 there.
 //!
-//! [`BLOCK_ROWS`](passes::BLOCK_ROWS) rows are summed in the computing type, and these sums in f64: plain f32 sums of
-//! some thousands of rows would lose three digits.
+//! Sums over [`BLOCK_ROWS`](passes::BLOCK_ROWS) rows are in the computing type, and their totals in f64: plain f32 sums
+//! of some thousands of rows would lose three digits.
 
 use crate::cpu::{memory, Accumulator};
 use crate::cuda::Program;
@@ -32,7 +32,8 @@ pub struct ColumnNormKernel {
     /// True if the gradient in training is PowerNorm's approximation, which uses the second buffer. Otherwise it is
     /// the formula's derivative.
     pub approximate: bool,
-    /// Chooses the statistics of x̂, and then updates the state.
+    /// Returns the statistics with which to compute x̂, from the batch or from the running state, and then updates the
+    /// running state.
     pub settle: fn(&BatchStatistics, &mut State, &ColumnOptions) -> Stats,
     /// The CUDA program of the same kernels.
     pub program: Program,
@@ -43,10 +44,10 @@ pub trait Ranks: std::fmt::Debug + Sync {
     /// Returns the name by which operators look up the group.
     fn name(&self) -> &str;
 
-    /// Gathers every rank's t, as (ranks, …).
+    /// Returns the tensors t of all ranks, stacked as (ranks, …).
     fn gather(&self, t: &Tensor) -> Result<Tensor>;
 
-    /// Returns Σ t over ranks.
+    /// Returns the sum of the tensors t of all ranks.
     fn sum(&self, t: &Tensor) -> Result<Tensor>;
 }
 
@@ -104,11 +105,11 @@ pub struct State<'a> {
 }
 
 impl State<'_> {
-    /// True if these statistics of `count` real rows may enter the state: there is a real row, and all values are
-    /// finite. Otherwise counts non-finite statistics as refused.
+    /// True if the statistics `values` of `count` real rows may enter the state: there is a real row, and all values
+    /// are finite in the buffers' type. If there is a real row but a value is not finite, adds 1 to `refused`.
     pub fn accepts(&mut self, count: f64, values: &[&[f64]]) -> bool {
         // The comparison is false for a NaN.
-        let finite = values.iter().all(|v| v.iter().all(|v| v.abs() <= self.largest));
+        let finite = values.iter().flat_map(|values| values.iter()).all(|value| value.abs() <= self.largest);
         // `refused` is empty if the norm has no such counter.
         if let (true, [refused]) = (count > 0.0 && !finite, &mut *self.refused) {
             *refused += 1;
@@ -117,8 +118,8 @@ impl State<'_> {
     }
 }
 
-/// The statistics that a forward pass used, for its backward pass. They are stored as a tensor (ROWS, columns) of the
-/// computing type.
+/// The statistics that a forward pass used, for its backward pass: x̂ = (x − shift)⊙scale. They are stored as a tensor
+/// (ROWS, columns) of the computing type.
 #[derive(Clone, Debug, Default)]
 pub struct Stats {
     pub shift: Vec<f64>,
@@ -134,10 +135,11 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// The number of rows in the tensor.
+    /// The number of rows in the tensor that stores the statistics, one for each field.
     pub const ROWS: usize = 6;
 
-    /// Returns statistics that do not come from the batch: this shift, with scale and slope 1/√(square + ε).
+    /// Returns statistics that do not come from the batch: this shift, with scale and slope 1/√(square + ε), where
+    /// `square` is each column's mean of (x − shift)².
     pub fn new(shift: &[f64], square: &[f64], eps: f64) -> Self {
         let scale = memory::collected(square.iter().map(|v| 1.0 / (v + eps).sqrt()));
         let [shift, slope] = [shift, &scale].map(|v| memory::collected(v.iter().copied()));
@@ -145,7 +147,7 @@ impl Stats {
         Stats { shift, slope, scale, gamma, exact: false, share: 0.0 }
     }
 
-    /// Returns statistics from the batch's own mean and square.
+    /// Returns statistics from the batch's own mean and mean square, which have a gradient.
     pub fn of_batch(batch: &BatchStatistics, eps: f64) -> Self {
         let share = if batch.count > 0.0 { 1.0 / batch.count } else { 0.0 };
         Stats { exact: true, share, ..Stats::new(&batch.mean, &batch.square, eps) }
@@ -154,6 +156,7 @@ impl Stats {
     /// Writes the statistics as the rows of the tensor: shift, scale, slope, gamma, exact, share.
     pub fn write<A: Accumulator>(&self, out: &mut [A]) {
         let cols = self.scale.len();
+        // The two single numbers are repeated in all columns.
         let [exact, share] = [f64::from(self.exact), self.share].map(|v| std::iter::repeat_n(v, cols));
         let rows = [&self.shift, &self.scale, &self.slope, &self.gamma].into_iter().flatten().copied();
         for (out, v) in out.iter_mut().zip(rows.chain(exact).chain(share)) {

@@ -33,29 +33,30 @@ pub static PROGRAM: Program = Program {
 /// cache when they are added up.
 const B: usize = 256;
 
-/// Numbers aligned to a cache line: a 64-byte store across two cache lines costs twice as much.
+/// A block of numbers, aligned to a cache line because a 64-byte store across two cache lines costs twice as much.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 struct Lanes<A, const N: usize = B>([A; N]);
 
-/// The two weights of the loss.
+/// The two weights of the loss A·(−log p_t) + B·Σ −log p_v, where t is the target and v runs over the target
+/// vocabulary V_t.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Smoothing {
-    /// A, the weight of the target's −log p.
+    /// The weight A of the target's −log p_t.
     pub nll: f64,
-    /// B, the weight of every −log p_v in V_t.
+    /// The weight B of every −log p_v in V_t.
     pub uniform: f64,
 }
 
 impl Smoothing {
-    /// Returns fairseq's weights: A = 1 − ε − ε_i, B = ε_i = ε/(|V_t| − 1). With a single valid word there is nothing
-    /// to smooth.
+    /// Returns fairseq's weights: A = 1 − ε − B and B = ε/(|V_t| − 1), where `valid` is |V_t|. With a single valid word
+    /// there is nothing to smooth, and B is 0.
     pub fn fairseq(epsilon: f64, valid: usize) -> Self {
-        let each = if valid > 1 { epsilon / (valid - 1) as f64 } else { 0.0 };
-        Smoothing { nll: 1.0 - epsilon - each, uniform: each }
+        let uniform = if valid > 1 { epsilon / (valid - 1) as f64 } else { 0.0 };
+        Smoothing { nll: 1.0 - epsilon - uniform, uniform }
     }
 
-    /// Returns the weights of Transformers without Tears: A = 1 − ε, B = ε/|V_t|.
+    /// Returns the weights of Transformers without Tears: A = 1 − ε and B = ε/|V_t|, where `valid` is |V_t|.
     pub fn twt(epsilon: f64, valid: usize) -> Self {
         Smoothing { nll: 1.0 - epsilon, uniform: epsilon / valid.max(1) as f64 }
     }
@@ -66,12 +67,13 @@ impl Smoothing {
 pub struct Targets<'a> {
     /// The target word of each row.
     pub ids: &'a [i64],
-    /// The target of ignored rows, whose loss and gradient are 0.
+    /// The id that marks ignored rows, whose loss and gradient are 0.
     pub ignore: i64,
 }
 
-/// Computes `loss` and `nll` = −log p_t of every row of `cols` logits. `lse` receives log Σ_{v∈V_t} exp z_v as two
-/// numbers, m = max z and Σ exp(z − m). All results are 0 for ignored rows.
+/// Computes the label-smoothed `loss` and `nll` = −log p_t of every row of `cols` logits z. p is the softmax over the
+/// target vocabulary V_t, and t is the row's target. `lse` receives log Σ exp z over V_t as two numbers per row, m =
+/// max z and Σ exp(z − m). All results are 0 for ignored rows.
 ///
 /// `mask` has a byte per column, 1 in V_t; if it is empty, V_t contains all columns. If a target is neither ignored
 /// nor in V_t, nothing is written, and `Err` holds the first such row.
@@ -92,7 +94,8 @@ pub fn forward<E: Element>(
     Ok(())
 }
 
-/// Computes ∂/∂logits of Σ_r dloss_r·loss_r from [`forward`]'s `lse`. The mask and the error are as in [`forward`].
+/// Computes `dlogits`, the gradient of the logits, from `dloss`, the gradient of each row's loss, and [`forward`]'s
+/// `lse`. The mask and the error are as in [`forward`].
 pub fn backward<E: Element>(
     cols: usize,
     logits: &[E],
@@ -112,7 +115,7 @@ pub fn backward<E: Element>(
     Ok(())
 }
 
-/// Computes `loss` and `nll` = −log p_t of every row, and overwrites the logits with `scale`·∂loss/∂z. The mask and the
+/// Computes `loss` and `nll` as [`forward`] does, and overwrites the logits z with `scale`·∂loss/∂z. The mask and the
 /// error are as in [`forward`].
 ///
 /// This is for training: it computes one exponential per logit instead of two. Call it on blocks of rows that are still
@@ -135,8 +138,8 @@ pub fn in_place<E: Element>(
     Ok(())
 }
 
-/// The size of V_t, and for each column 1 inside V_t, else 0. The ones and zeros have the accumulation type, because
-/// AVX2's loops would not vectorise with bytes.
+/// The target vocabulary V_t: its size, and for each column 1 inside V_t, else 0. The ones and zeros have the
+/// accumulation type, because AVX2's loops would not vectorise with bytes.
 struct VocabularyMask<A> {
     /// One or zero for each column, in blocks of [`B`].
     keep: Vec<Lanes<A>>,
@@ -144,8 +147,8 @@ struct VocabularyMask<A> {
     size: usize,
 }
 
-/// Converts the mask to the form that the loops read; an empty mask contains all columns. `Err` holds the first row
-/// whose target is neither ignored nor in V_t.
+/// Returns the mask of the target vocabulary V_t in the form that the loops read; an empty `mask` means all columns.
+/// `Err` holds the first row whose target is neither ignored nor in V_t.
 fn check<A: Accumulator>(cols: usize, targets: Targets, mask: &[u8]) -> Result<VocabularyMask<A>, usize> {
     assert!(mask.is_empty() || mask.len() == cols, "a mask of {} for {cols} columns", mask.len());
     let mut keep = memory::filled(Lanes([A::ZERO; B]), cols.div_ceil(B));
@@ -156,14 +159,14 @@ fn check<A: Accumulator>(cols: usize, targets: Targets, mask: &[u8]) -> Result<V
             size += 1;
         }
     }
-    let is_inside = |t: i64| usize::try_from(t).is_ok_and(|t| t < cols && keep[t / B].0[t % B] != A::ZERO);
-    match targets.ids.iter().position(|t| *t != targets.ignore && !is_inside(*t)) {
+    let is_inside = |id: i64| usize::try_from(id).is_ok_and(|v| v < cols && keep[v / B].0[v % B] != A::ZERO);
+    match targets.ids.iter().position(|id| *id != targets.ignore && !is_inside(*id)) {
         Some(row) => Err(row),
         None => Ok(VocabularyMask { keep, size }),
     }
 }
 
-/// Allocates the workspace of a row.
+/// Allocates the workspace of a row, `cols` numbers rounded up to whole blocks.
 fn scratch<E: Element>(cols: usize) -> Vec<Lanes<E::Acc>> {
     memory::filled(Lanes([E::Acc::ZERO; B]), cols.div_ceil(B))
 }
@@ -214,12 +217,13 @@ multiversion! {
                 dz.fill(E::store(E::Acc::ZERO));
                 continue;
             }
-            let [max, exp] = [lse[2 * r], lse[2 * r + 1]];
+            let [max, sum_exp] = [lse[2 * r], lse[2 * r + 1]];
             let mut weights = Weights::new(smoothing, vocabulary.size, dloss[r]);
-            // p_v = exp(z_v − max)/Σ; the coefficient takes the divisor Σ, which is the same for all columns.
-            weights.all = weights.all / exp;
+            // p_v = exp(z_v − max)/Σ exp(z − max). The divisor is the same for all columns, so it enters the
+            // coefficient.
+            weights.all = weights.all / sum_exp;
             gradient_from_max::<E, S>(z, &vocabulary.keep, max, weights, dz);
-            // The target's gradient has another coefficient, so it is written last.
+            // The target's gradient has another constant term, so it replaces what the loop over all columns wrote.
             dz[target as usize] = E::store(weights.of_target((z[target as usize].load() - max).exp()));
         }
     }
@@ -249,16 +253,18 @@ multiversion! {
             let sums = softmax::<S, E>(z, z[target].load(), vocabulary, scratch);
             (loss[r], nll[r]) = sums.losses(vocabulary.size, smoothing);
             let mut weights = Weights::new(smoothing, vocabulary.size, scale);
-            // The coefficient takes the divisor of p_v = exp(z_v − max)/Σ, which is the same for all columns.
+            // p_v = exp(z_v − max)/Σ exp(z − max). The divisor is the same for all columns, so it enters the
+            // coefficient.
             weights.all = weights.all / sums.exp;
             gradient_from_exp(scratch, weights, z);
-            // The target's gradient has another coefficient, so it is written last.
+            // The target's gradient has another constant term, so it replaces what the loop over all columns wrote.
             z[target] = E::store(weights.of_target(scratch[target / B].0[target % B]));
         }
     }
 }
 
-/// The coefficients of the gradient: `all`·e − `uniform`, or `all`·e − `target` at the target, with e = exp(z − max z).
+/// The coefficients of ∂loss/∂z: it is `all`·e − `uniform`, or `all`·e − `target` at the target, where e = exp(z − max
+/// z).
 #[derive(Clone, Copy)]
 struct Weights<A> {
     all: A,
@@ -267,8 +273,8 @@ struct Weights<A> {
 }
 
 impl<A: Accumulator> Weights<A> {
-    /// Returns `scale` times the coefficients of ∂loss/∂z; `size` is |V_t|. The caller then divides `all` by the row's
-    /// sum of exponentials.
+    /// Returns `scale` times the coefficients of ∂loss/∂z = (A + B|V_t|)·p − B, or (A + B|V_t|)·p − (A + B) at the
+    /// target; `size` is |V_t|. They multiply p, so the caller divides `all` by the row's sum of exponentials.
     #[inline(always)]
     fn new(smoothing: Smoothing, size: usize, scale: A) -> Self {
         let Smoothing { nll, uniform } = smoothing;
@@ -279,17 +285,19 @@ impl<A: Accumulator> Weights<A> {
         }
     }
 
-    /// Returns the target's gradient from its exponential. This gradient is rounded only once, from f64, because it is
-    /// the row's largest, and A + B is not exact in f32.
+    /// Returns the target's gradient from its exponential exp(z − max z). This gradient is rounded only once, from f64,
+    /// because it is the row's largest, and the loss's A + B is not exact in f32.
     #[inline(always)]
     fn of_target(&self, exp: A) -> A {
         A::from_f64(self.all.to_f64() * exp.to_f64() - self.target)
     }
 }
 
-/// The target's logit z_t, and over V_t the numbers m = max z, Σ exp(z − m) and Σ(z − z_t).
+/// A row's target logit, and sums over the logits z in the target vocabulary V_t.
 struct LogitSums<A> {
+    /// The target's logit z_t.
     target: A,
+    /// The largest logit m.
     max: A,
     /// Σ exp(z − m).
     exp: A,
@@ -298,16 +306,18 @@ struct LogitSums<A> {
 }
 
 impl<A: Accumulator> LogitSums<A> {
-    /// Returns loss and −log p_t; `size` is |V_t|.
+    /// Returns (loss, −log p_t) of the row; `size` is |V_t|.
     #[inline(always)]
     fn losses(&self, size: usize, smoothing: Smoothing) -> (A, A) {
+        // −log p_t = (m − z_t) + log Σ exp(z − m), in f64.
         let exact = (self.max.to_f64() - self.target.to_f64()) + self.exp.to_f64().ln();
         let nll = A::from_f64(exact);
         if nll == A::from_f64(f64::INFINITY) {
-            return (nll, nll); // ∞ − ∞ would give NaN, but no p_v is above 1
+            // The sum below would be ∞ − ∞, which is NaN; but no term −log p_v is negative, so the loss is ∞.
+            return (nll, nll);
         }
         let mut loss = smoothing.nll * exact;
-        // Without smoothing, a logit of −∞ would give 0·∞.
+        // Without smoothing, a logit of −∞ would give 0·∞. The sum is Σ −log p_v = |V_t|·(−log p_t) − Σ(z_v − z_t).
         if smoothing.uniform != 0.0 {
             loss += smoothing.uniform * (size as f64 * exact - self.above.to_f64());
         }
@@ -315,90 +325,98 @@ impl<A: Accumulator> LogitSums<A> {
     }
 }
 
-/// Copies the row to the workspace `w`, with −∞ outside V_t. Returns max z (undefined if there is a NaN) and
-/// Σ(z − target) over V_t, where `target` is the target's logit.
+/// Copies the row's logits z to `selected`, with −∞ where `keep` is 0, outside the target vocabulary. Returns (max z,
+/// Σ(z − target)) over the target vocabulary, where `target` is the target's logit; max z is undefined if there is a
+/// NaN.
 #[inline(always)]
-fn select<E: Element>(z: &[E], target: E::Acc, keep: &[Lanes<E::Acc>], w: &mut [Lanes<E::Acc>]) -> (E::Acc, E::Acc) {
+fn select<E: Element>(
+    z: &[E],
+    target: E::Acc,
+    keep: &[Lanes<E::Acc>],
+    selected: &mut [Lanes<E::Acc>],
+) -> (E::Acc, E::Acc) {
     let lowest = E::Acc::from_f64(f64::NEG_INFINITY);
     let zero = E::Acc::ZERO;
     let (mut most, mut total) = (Lanes([lowest; B / 4]), Lanes([zero; B / 4]));
-    for ((z, Lanes(k)), Lanes(w)) in z.chunks(B).zip(keep).zip(w) {
-        for ((z, k), w) in z.iter().zip(k).zip(w.iter_mut()) {
-            *w = if *k != zero { z.load() } else { lowest };
+    for ((z, Lanes(keep)), Lanes(selected)) in z.chunks(B).zip(keep).zip(selected) {
+        for ((z, keep), to) in z.iter().zip(keep).zip(selected.iter_mut()) {
+            *to = if *keep != zero { z.load() } else { lowest };
         }
-        w[z.len()..].fill(lowest);
-        // One lane of `most` and `total` serves the same lane of all four quarters. Outside V_t w is −∞, so the
-        // difference is formed only inside.
-        let (w, k) = (quarters(w), quarters(k));
+        selected[z.len()..].fill(lowest);
+        // A block is read in four quarters, and lane l of `most` and `total` serves lane l of each quarter. Outside the
+        // target vocabulary `selected` is −∞, so the difference is formed only inside.
+        let (z, keep) = (quarters(selected), quarters(keep));
         for l in 0..B / 4 {
-            most.0[l] = w[0][l].max(w[1][l]).max(w[2][l].max(w[3][l])).max(most.0[l]);
-            let distance = |q: usize| if k[q][l] != zero { w[q][l] - target } else { zero };
+            most.0[l] = z[0][l].max(z[1][l]).max(z[2][l].max(z[3][l])).max(most.0[l]);
+            let distance = |q: usize| if keep[q][l] != zero { z[q][l] - target } else { zero };
             total.0[l] += (distance(0) + distance(1)) + (distance(2) + distance(3));
         }
     }
     (max(most.0), sum(total.0))
 }
 
-/// Splits a block into quarters, whose lanes are added or compared first.
+/// Splits a block into four quarters. A reduction first combines the same lane of all quarters.
 #[inline(always)]
 fn quarters<A>(x: &[A; B]) -> &[[A; B / 4]; 4] {
     x.as_chunks().0.try_into().expect("B is four quarters")
 }
 
-/// Replaces each w by exp(w − max), and returns the sum.
+/// Replaces each logit z by exp(z − max), and returns the sum.
 #[inline(always)]
-fn exponentials<A: Accumulator, S: Isa>(max: A, w: &mut [Lanes<A>]) -> A {
+fn exponentials<A: Accumulator, S: Isa>(max: A, logits: &mut [Lanes<A>]) -> A {
     let mut total = Lanes([A::ZERO; B / 4]);
-    for Lanes(w) in w {
-        for w in w.iter_mut() {
-            *w = exp::<A, S>(*w - max);
+    for Lanes(block) in logits {
+        for z in block.iter_mut() {
+            *z = exp::<A, S>(*z - max);
         }
-        let w = quarters(w);
+        let e = quarters(block);
         for (l, total) in total.0.iter_mut().enumerate() {
-            *total += (w[0][l] + w[1][l]) + (w[2][l] + w[3][l]);
+            *total += (e[0][l] + e[1][l]) + (e[2][l] + e[3][l]);
         }
     }
     sum(total.0)
 }
 
-/// Returns the sums of a row's softmax, and leaves its exponentials in `w`.
+/// Returns the sums of a row's softmax over the target vocabulary; `target` is the target's logit. `scratch` receives
+/// the exponentials exp(z − max z), 0 outside the target vocabulary.
 #[inline(always)]
 fn softmax<S: Isa, E: Element>(
     z: &[E],
     target: E::Acc,
     vocabulary: &VocabularyMask<E::Acc>,
-    w: &mut [Lanes<E::Acc>],
+    scratch: &mut [Lanes<E::Acc>],
 ) -> LogitSums<E::Acc> {
-    let (max, above) = select(z, target, &vocabulary.keep, w);
-    let exp = exponentials::<_, S>(max, w);
+    let (max, above) = select(z, target, &vocabulary.keep, scratch);
+    let exp = exponentials::<_, S>(max, scratch);
     LogitSums { target, max, exp, above }
 }
 
-/// Computes dz from the exponentials `e` and the coefficients `w`. Columns outside V_t have the exponential 0, and get
-/// the gradient 0.
+/// Computes dz from the exponentials e = exp(z − max z) and their coefficients `weights`, as if no column were the
+/// target. Columns outside the target vocabulary have the exponential 0, and get the gradient 0.
 #[inline(always)]
-fn gradient_from_exp<E: Element>(e: &[Lanes<E::Acc>], w: Weights<E::Acc>, dz: &mut [E]) {
+fn gradient_from_exp<E: Element>(e: &[Lanes<E::Acc>], weights: Weights<E::Acc>, dz: &mut [E]) {
     for (dz, Lanes(e)) in dz.chunks_mut(B).zip(e) {
         for (dz, e) in dz.iter_mut().zip(e) {
-            let g = w.all * *e - w.uniform;
-            *dz = E::store(if *e != E::Acc::ZERO { g } else { E::Acc::ZERO });
+            let gradient = weights.all * *e - weights.uniform;
+            *dz = E::store(if *e != E::Acc::ZERO { gradient } else { E::Acc::ZERO });
         }
     }
 }
 
-/// Computes dz from the logits and the row's maximum, for a backward pass in which the exponentials were not kept.
+/// Computes dz from the logits z and the row's maximum, as if no column were the target. It is for a backward pass in
+/// which the exponentials were not kept. Columns where `keep` is 0 get the gradient 0.
 #[inline(always)]
 fn gradient_from_max<E: Element, S: Isa>(
     z: &[E],
     keep: &[Lanes<E::Acc>],
     max: E::Acc,
-    w: Weights<E::Acc>,
+    weights: Weights<E::Acc>,
     dz: &mut [E],
 ) {
     for ((dz, z), Lanes(keep)) in dz.chunks_mut(B).zip(z.chunks(B)).zip(keep) {
         for ((dz, z), keep) in dz.iter_mut().zip(z).zip(keep) {
-            let g = w.all * exp::<E::Acc, S>(z.load() - max) - w.uniform;
-            *dz = E::store(if *keep != E::Acc::ZERO { g } else { E::Acc::ZERO });
+            let gradient = weights.all * exp::<E::Acc, S>(z.load() - max) - weights.uniform;
+            *dz = E::store(if *keep != E::Acc::ZERO { gradient } else { E::Acc::ZERO });
         }
     }
 }

@@ -12,10 +12,12 @@ pub struct Draw {
     /// The rate, the probability that an element is dropped.
     pub p: f64,
     pub seed: i64,
+    /// The number of the training update, and of the micro-batch in it.
     pub update: i64,
     pub micro_batch: i64,
+    /// The number of the dropout layer in the model.
     pub site: i64,
-    /// A device pointer to (seed, update, micro-batch), for a GPU's kernel.
+    /// A device pointer to (seed, update, micro-batch), which a GPU's kernel reads instead of the fields above.
     pub device_seed: *const i64,
 }
 
@@ -23,7 +25,7 @@ impl Draw {
     /// The settings that drop nothing.
     pub const NONE: Draw = Draw { p: 0.0, seed: 0, update: 0, micro_batch: 0, site: 0, device_seed: std::ptr::null() };
 
-    /// Returns the settings with the numbers of `seed`, which are (seed, update, micro-batch).
+    /// Returns the settings with the three numbers of `seed`: the seed, the update and the micro-batch.
     pub fn seeded(self, seed: &[i64]) -> Draw {
         Draw { seed: seed[0], update: seed[1], micro_batch: seed[2], ..self }
     }
@@ -54,8 +56,8 @@ impl OnDevice {
     /// Converts the settings for a GPU's kernels.
     pub fn of(draw: &Draw) -> Self {
         // Only the threshold and the scale are needed here: the kernel reads the stream's numbers on the device.
-        let d = philox::Dropout::new(draw.p, Stream::default());
-        let (threshold, scale) = d.map_or((0, 1.0), |d| (d.threshold, d.scale));
+        let dropout = philox::Dropout::new(draw.p, Stream::default());
+        let (threshold, scale) = dropout.map_or((0, 1.0), |dropout| (dropout.threshold, dropout.scale));
         OnDevice { seed: draw.device_seed, site: draw.site as u32, threshold: threshold.into(), scale: scale as f32 }
     }
 }

@@ -2,13 +2,14 @@
 //!
 //! > m = r·W vec(H),  x = Σ_i p_i h_i,  r = 1/√(mean vec(H)² + ε) or 1/max(‖vec(H)‖, ε)
 //!
-//! H has the n streams h_i of a position, d numbers each. p depends on m (model/joint_read.rs). With dh′, the gradient that
-//! the sublayer's write gives to the streams:
+//! H has the n streams h_i of a position, d numbers each. p depends on m (model/joint_read.rs). With dh′, the gradient
+//! that the sublayer's write gives to the streams:
 //!
 //! > dp_i = ⟨dx, h_i⟩,  dh_i = dh′_i + (r·Wᵀdm)_i + p_i dx + c h_i,  c = −⟨dm, m⟩ r²·(1/nd or 1; 0 where the norm is below ε)
 //!
-//! dW = Σ r·dm vec(H)ᵀ over positions. So the streams' gradient is written once, where autograd would add up three tensors, and
-//! all gradients are computed while the streams are in the first cache. Sums are in f32 (f64 for f64).
+//! dW = Σ r·dm vec(H)ᵀ over positions. So the streams' gradient is written once, where autograd would add up three
+//! tensors, and all gradients are computed while the streams are in the first-level cache. Sums are in f32 (f64 for
+//! f64).
 
 use super::rows::magnitude;
 use super::weighted_rows::{add_products, combine, combine_both, dot, dots};
@@ -18,7 +19,7 @@ use crate::multiversion;
 
 pub mod call;
 
-/// The size of vec(H) by which W vec(H) is divided, with its ε.
+/// The size of vec(H), all streams of a position in one vector, by which W vec(H) is divided. The number is ε.
 #[derive(Clone, Copy, Debug)]
 pub enum Divisor {
     /// √(mean vec(H)² + ε)
@@ -31,19 +32,20 @@ pub enum Divisor {
 pub struct JointResults<'a, E: Element> {
     /// The sums x, (positions, d).
     pub x: &'a mut [E],
-    /// The products m, (positions, rows of W).
+    /// The products m = r·W vec(H), (positions, rows of W).
     pub mixes: &'a mut [E::Acc],
-    /// σ(s m₀ + b), (positions, n). p is larger by its ε.
+    /// σ(s m₀ + b), (positions, n); the gates p are larger by an ε. m₀ are the first n numbers of m.
     pub sigmoids: &'a mut [E::Acc],
-    /// The factor r, (positions).
+    /// The factor r, the inverse size of all streams, (positions).
     pub scales: &'a mut [E::Acc],
-    /// The ratio c/⟨dm, m⟩, which the backward pass needs, (positions).
+    /// The ratio c/⟨dm, m⟩, which the backward pass needs, (positions). c is the streams' weight in their own gradient.
     pub slopes: &'a mut [E::Acc],
 }
 
 multiversion! {
-    /// Reads the streams `h` (positions, n, d). `weight` has rows of n·d numbers. The gates are σ(scale·m₀ + bias) plus
-    /// `eps`, where m₀ are the first n numbers of m.
+    /// Reads the streams `h` (positions, n, d) and writes the results `to`. At each position, m is `weight` (k, n·d)
+    /// times all streams, divided by their size `by`. The gates p are σ(scale·m₀ + bias) + `eps`, where m₀ are the
+    /// first n numbers of m. x is the sum of the streams weighted by p.
     pub fn forward[isa S][E: Element](
         h: &[E], weight: &[E::Acc], scale: E::Acc, bias: &[E::Acc], eps: E::Acc, by: Divisor, to: JointResults<E>,
     ) {
@@ -56,6 +58,7 @@ multiversion! {
         for (((h, x), mixes), (sigmoids, (r, slope))) in rows.zip(sigmoids.chunks_exact_mut(n).zip(sizes)) {
             let squares = dot::<E, E, S>(h, h);
             (*r, *slope) = match squares == E::Acc::from_f64(f64::INFINITY) {
+                // The squares overflow.
                 true => read_large(h, weight, by, mixes),
                 false => {
                     let (r, slope) = scale_and_slope(by, squares, n * d);
@@ -72,7 +75,8 @@ multiversion! {
     }
 }
 
-/// Computes m, r and c/⟨dm, m⟩ of streams whose squares overflow, from the streams divided by their largest number.
+/// Writes m = r·W vec(H) to `mixes`, for streams `h` of one position whose squares overflow, by dividing them by their
+/// largest number first. Returns r, the inverse of the size `by`, and the ratio c/⟨dm, m⟩ that the backward pass needs.
 #[cold]
 #[inline(never)]
 fn read_large<E: Element>(h: &[E], weight: &[E::Acc], by: Divisor, mixes: &mut [E::Acc]) -> (E::Acc, E::Acc) {
@@ -80,12 +84,13 @@ fn read_large<E: Element>(h: &[E], weight: &[E::Acc], by: Divisor, mixes: &mut [
     let (largest, width) = (magnitude(&h), E::Acc::from_f64(h.len() as f64));
     h.iter_mut().for_each(|h| *h = *h / largest);
     let squares = h.iter().fold(E::Acc::ZERO, |sum, h| sum + *h * *h);
-    // 1/r² is largest² times `mean`; the ε beside it is negligible. `share` is the factor in c/⟨dm, m⟩ = −r²·share.
-    let (mean, share) = match by {
+    // The squared size, 1/r², is largest² times `divided_size`; the ε beside it is negligible. `share` is the factor in
+    // c/⟨dm, m⟩ = −r²·share.
+    let (divided_size, share) = match by {
         Divisor::RootMeanSquare(_) => (squares / width, E::Acc::ONE / width),
         Divisor::Norm(_) => (squares, E::Acc::ONE),
     };
-    let divided_r = E::Acc::ONE / mean.sqrt(); // r of the divided streams
+    let divided_r = E::Acc::ONE / divided_size.sqrt(); // r of the divided streams
     for (m, w) in mixes.iter_mut().zip(weight.chunks_exact(h.len())) {
         *m = w.iter().zip(&h).fold(E::Acc::ZERO, |sum, (w, h)| sum + *w * *h) * divided_r;
     }
@@ -93,7 +98,8 @@ fn read_large<E: Element>(h: &[E], weight: &[E::Acc], by: Divisor, mixes: &mut [
     (r, -(r * r * share))
 }
 
-/// Returns r and c/⟨dm, m⟩ for streams of `width` numbers, whose squares add up to `squares`.
+/// Returns (r, slope) for streams of `width` numbers, whose squares add up to `squares`. r is the inverse of the size
+/// `by`. The streams' gradient through r is slope·⟨dm, m⟩ times the streams, where dm is the gradient of m.
 #[inline(always)]
 fn scale_and_slope<A: Accumulator>(by: Divisor, squares: A, width: usize) -> (A, A) {
     let width = A::from_f64(width as f64);
@@ -112,7 +118,7 @@ fn scale_and_slope<A: Accumulator>(by: Divisor, squares: A, width: usize) -> (A,
     }
 }
 
-/// The inputs of a read's backward pass, for each of its positions.
+/// The inputs of a read's backward pass, for each of its positions; the last four are results of the forward pass.
 #[derive(Clone, Copy)]
 pub struct JointGiven<'a, E: Element> {
     /// The gradient of x, (positions, d).
@@ -143,11 +149,12 @@ pub struct JointSums<'a, A> {
     pub bias: &'a mut [A],
 }
 
-/// The number of positions that stay in the first cache between the passes over them.
+/// The number of positions that stay in the first-level cache between the passes over them.
 const BLOCK: usize = 16;
 
 multiversion! {
-    /// Computes dh, and adds to the sums. `weight` is W, (rows of W, n·d); `scale` is s, and `eps` the ε of p.
+    /// Computes the streams' gradient `dh` (positions, n, d), and adds the gradients of W, s and b to `sums`. `weight`
+    /// is W, (rows of W, n·d). `scale` is s and `eps` the ε in the gates p = σ(s m₀ + b) + ε.
     pub fn backward[isa S][E: Element](
         given: JointGiven<E>, weight: &[E::Acc], scale: E::Acc, eps: E::Acc, dh: &mut [E], sums: JointSums<E::Acc>,
     ) {
@@ -168,7 +175,7 @@ multiversion! {
                     None => step.fill(E::Acc::ZERO),
                 }
                 for (i, h) in h.chunks_exact(d).enumerate() {
-                    // `dp` and `dlogit` are the gradients of p_i and of s m_i + b_i.
+                    // `dp` is the gradient of the gate p_i, and `dlogit` that of the sigmoid's argument s m_i + b_i.
                     let dp = dot::<E, E, S>(dx, h);
                     let dlogit = dp * sigmoids[i] * (E::Acc::ONE - sigmoids[i]);
                     sums.scale[0] += dlogit * m[i];
@@ -176,17 +183,19 @@ multiversion! {
                     step[i] += dlogit * scale;
                 }
                 let c = step.iter().zip(m).fold(E::Acc::ZERO, |sum, (step, m)| sum + *step * *m) * slopes[position];
-                step.iter_mut().for_each(|step| *step = *step * scales[position]); // r·dm
+                // From here on `step` holds r·dm.
+                step.iter_mut().for_each(|step| *step = *step * scales[position]);
                 for (i, dh) in dh[position * width..][..width].chunks_exact_mut(d).enumerate() {
                     let columns = i * d..(i + 1) * d;
                     // dh_i = p_i dx + c h_i + dh′_i + (r·Wᵀdm)_i
                     let pairs = [(dx, sigmoids[i] + eps), (&h[columns.clone()], c)];
                     let written = written.map(|all| (&all[position * width + i * d..][..d], E::Acc::ONE));
-                    // Only these columns of W belong to this stream.
+                    // Only these columns of W belong to stream i.
                     let products = weight.chunks_exact(width).map(|w| &w[columns.clone()]).zip(step.iter().copied());
                     combine_both::<E, S>(pairs.into_iter().chain(written), products, dh);
                 }
             }
+            // W's gradient is the sum of r·dm vec(H)ᵀ over positions.
             add_products::<E, S>(&h[block.start * width..block.end * width], steps, k, sums.weight);
         }
     }

@@ -5,16 +5,16 @@ use crate::cuda::{self, Device, Grid, Output, SumPartials, OUTPUTS, SUMS};
 use crate::error::{Error, Result};
 use tch::{Kind, Tensor};
 
-/// Allocates a workspace for the kernels of one call. The tensor may be dropped before the kernels run, because
-/// torch's allocator reuses its memory only for later work on the same stream.
+/// Allocates a workspace of this shape and type on the GPU, for the kernels of one call. The tensor may be dropped
+/// before the kernels run, because torch's allocator reuses its memory only for later work on the same stream.
 pub fn room(device: Device, sizes: &[i64], kind: Kind) -> Result<Tensor> {
     // In tests, CPU tensors may stand in for the device's.
-    let place = if cuda::stand_in() { tch::Device::Cpu } else { tch::Device::Cuda(device as usize) };
-    Ok(Tensor::f_empty(sizes, (kind, place))?)
+    let torch_device = if cuda::stand_in() { tch::Device::Cpu } else { tch::Device::Cuda(device as usize) };
+    Ok(Tensor::f_empty(sizes, (kind, torch_device))?)
 }
 
-/// Returns the name of a storage type in the CUDA sources; dtypes have the codes of
-/// [`by_dtype!`](crate::kernel::view::by_dtype).
+/// Returns the name of a storage type in the CUDA sources. `dtype` is a [`View`]'s code: 0 is f32, 1 f64 (without
+/// kernels), 2 bf16, 3 f16.
 pub fn type_name(dtype: i32) -> Result<&'static str> {
     match dtype {
         0 => Ok("f32"),
@@ -29,8 +29,9 @@ pub fn aligned(views: &[&View]) -> bool {
     views.iter().all(|v| v.data.addr().is_multiple_of(16))
 }
 
-/// Returns the number of columns that a kernel accesses at a time: 16 bytes' worth, or 1. `views` are all tensors that
-/// it accesses in this way; `matrix` has their width and dtype.
+/// Returns the number of columns that a kernel accesses at a time: as many as fill 16 bytes, or 1. It is 1 if a tensor
+/// is not aligned to 16 bytes, or if its rows do not divide into them. `views` are all tensors that the kernel accesses
+/// in this way; `matrix` has their width and dtype.
 pub fn columns_at_a_time(matrix: &View, views: &[&View]) -> u32 {
     // 16 bytes are four numbers of f32 (dtype 0), or eight of 16 bits.
     let widest = if matrix.dtype == 0 { 4 } else { 8 };
@@ -41,22 +42,23 @@ pub fn columns_at_a_time(matrix: &View, views: &[&View]) -> u32 {
     }
 }
 
-/// Returns the width of a matrix as kernels take it. Errors if the width exceeds an i32.
+/// Returns the number of columns of a matrix. Errors if it exceeds the i32 in which kernels count columns.
 pub fn columns(matrix: &View) -> Result<u32> {
     let cols = i32::try_from(matrix.cols).map(|c| c as u32);
     cols.map_err(|_| Error::Torch(format!("rows of {} numbers have no CUDA kernel", matrix.cols)))
 }
 
-/// Returns a grid with a thread for each of `count` chunks, the columns that a kernel accesses at a time. If that
-/// exceeds the largest grid, each thread processes several chunks.
+/// Returns a grid with a thread for each of `count` chunks. A chunk is the group of columns that a thread accesses at a
+/// time. If there are more chunks than the largest grid has threads, each thread processes several.
 pub fn grid_of_chunks(count: i64) -> Grid {
     const THREADS: u32 = 256;
     let blocks = (count as u64).div_ceil(THREADS.into()).min(i32::MAX as u64) as u32;
     Grid { blocks, threads: THREADS }
 }
 
-/// Adds up the `blocks` rows of the workspace `partial`, which have `columns` numbers and are `stride` apart. Each
-/// output in `to` receives the totals of its own columns.
+/// Adds up the rows of the workspace `partial`, one row of f32 from each of `blocks` blocks. A row has `columns`
+/// numbers, and rows are `stride` numbers apart. Each output in `to`, sorted by column, receives the totals from its
+/// column `first` up to the next output's.
 pub fn sum_partials(
     device: Device,
     partial: *const u8,

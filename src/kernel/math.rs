@@ -7,8 +7,8 @@
 //! branch-free. f64 uses the library functions, lane by lane.
 //!
 //! A kernel that uses fused multiply-add receives its instruction set S as a type from `multiversion!`, and passes S to
-//! these functions. On a processor without the instruction, the library's `mul_add` is forty times slower than a
-//! product and a sum.
+//! these functions. They need it because, on a processor without the instruction, the library's `mul_add` is forty
+//! times slower than a product and a sum.
 
 use crate::cpu::pack::Isa;
 use crate::cpu::Accumulator;
@@ -16,7 +16,8 @@ use crate::cpu::Accumulator;
 /// The number of lanes: one AVX-512 register of f32.
 pub const LANES: usize = 16;
 
-/// True if the accumulator A is f32. The compiler removes the branch, and the conversions through f64 below.
+/// True if the accumulator A is f32, else it is f64. The compiler knows the result, so it removes branches on it and
+/// the conversions of an f32 through f64.
 #[inline(always)]
 fn is_f32<A: Accumulator>() -> bool {
     size_of::<A>() == size_of::<f32>()
@@ -32,24 +33,27 @@ pub fn mul_add<A: Accumulator, S: Isa>(a: A, b: A, c: A) -> A {
     }
 }
 
-/// Returns (1 + r·q(r), r, 2ⁿ), from which exp x = 2ⁿ·(1 + r·(1 + r·q(r))); x must be at least −88. 2ⁿ is 0 below
-/// −87.68.
+/// Splits exp x into 2ⁿ·exp r, where n is the integer nearest to x·log₂e, and r = x − n·ln 2. Then exp r ≈ 1 + r·(1 +
+/// r·q(r)) for a polynomial q. Returns (1 + r·q(r), r, 2ⁿ). x must be at least −88; 2ⁿ is 0 for an x below −87.68.
 #[inline(always)]
 fn reduced<S: Isa>(x: f32) -> (f32, f32, f32) {
-    // Adding 1.5·2²³ rounds to the nearest integer and leaves it in the low bits; 127 adds the exponent's bias as
-    // well.
+    // Adding 1.5·2²³ rounds to the nearest integer and leaves it in the low bits of the f32. Adding 127 as well gives
+    // these bits the bias of an f32's exponent.
     const ROUND: f32 = 12_582_912.0 + 127.0;
     let shifted = mul_add::<f32, S>(x, std::f32::consts::LOG2_E, ROUND);
     let n = shifted - ROUND;
-    // ln 2 is split in two parts: n·0.693359375 is exact, because it has 9 + 8 significant bits.
+    // ln 2 is split in two parts, so that x − n·ln 2 loses no digits. The first product, n·0.693359375, is exact,
+    // because it has only 9 + 8 significant bits.
     let r = mul_add::<f32, S>(n, -0.693_359_4, x);
     let r = mul_add::<f32, S>(n, 2.121_944_4e-4, r);
-    // Horner's scheme evaluates q(r).
+    // Horner's scheme evaluates q(r), then 1 + r·q(r).
     let p = mul_add::<f32, S>(r, 1.381_459_9e-3, 8.368_717e-3);
     let p = mul_add::<f32, S>(p, r, 4.166_839e-2);
     let p = mul_add::<f32, S>(p, r, 0.166_665_21);
     let p = mul_add::<f32, S>(p, r, 0.499_999_94);
-    (mul_add::<f32, S>(p, r, 1.0), r, f32::from_bits(shifted.to_bits() << 23))
+    // The biased exponent moves from the low bits to its place, which gives 2ⁿ.
+    let power = f32::from_bits(shifted.to_bits() << 23);
+    (mul_add::<f32, S>(p, r, 1.0), r, power)
 }
 
 /// Returns exp x within 2 ulp for −87.3 ≤ x ≤ 88.3, 0 for −∞ and NaN for NaN. A finite x below −87.3 gives exp(−87.3)
@@ -59,7 +63,7 @@ pub fn exp_f32<S: Isa>(x: f32) -> f32 {
     // The comparison is written so that a NaN fails it and stays a NaN.
     let clamped = if x < -87.3 { -87.3 } else { x };
     let (p, r, scale) = reduced::<S>(clamped);
-    // The exponential is scale·(1 + r·p), with the p of `reduced`.
+    // exp x = scale·(1 + r·p), with the p that `reduced` returns.
     let p = mul_add::<f32, S>(p, r, 1.0);
     // If p is NaN the scale's bits are garbage, but the product is NaN anyway.
     let e = p * scale;
@@ -70,7 +74,7 @@ pub fn exp_f32<S: Isa>(x: f32) -> f32 {
     }
 }
 
-/// Returns exp x like [`exp_f32`]; for f64 the smallest value of a finite x is exp(−708) = 3.3e-308.
+/// Returns exp x, in f32 by [`exp_f32`]. In f64 any finite x below −708 gives exp(−708) = 3.3e-308, and −∞ gives 0.
 #[inline(always)]
 pub fn exp<A: Accumulator, S: Isa>(x: A) -> A {
     if is_f32::<A>() {
@@ -81,7 +85,7 @@ pub fn exp<A: Accumulator, S: Isa>(x: A) -> A {
     A::from_f64(if x == f64::NEG_INFINITY { 0.0 } else { e })
 }
 
-/// Returns (tanh z, tanh′ z). In f32 tanh is within 3 ulp, tanh′ within 1.5e-7, and within 6 ulp unless it is
+/// Returns (tanh z, tanh′ z). In f32, tanh is within 3 ulp; tanh′ is within 1.5e-7, and within 6 ulp unless it is
 /// subnormal.
 #[inline(always)]
 pub fn tanh<A: Accumulator, S: Isa>(z: A) -> (A, A) {
@@ -90,19 +94,21 @@ pub fn tanh<A: Accumulator, S: Isa>(z: A) -> (A, A) {
         return (A::from_f64(t as f64), A::from_f64(slope as f64));
     }
     let z = z.to_f64();
+    // tanh′ = 4e/(1 + e)² with e = exp(−2|z|), which loses no digits where tanh is near ±1.
     let e = (-2.0 * z.abs()).exp();
     (A::from_f64(z.tanh()), A::from_f64(4.0 * e / ((1.0 + e) * (1.0 + e))))
 }
 
-/// Computes tanh with m = exp(−2|z|) − 1. Near 0, tanh|z| = −m/(2 + m). Far from 0 this would lose digits of the
-/// distance to 1, so there tanh|z| = 1 − q with q = 2(1 + m)/(2 + m).
+/// Returns (tanh z, tanh′ z), computed from m = exp(−2|z|) − 1. Near 0, tanh|z| = −m/(2 + m). Far from 0 this would
+/// lose digits of the distance to 1, so there tanh|z| = 1 − q with q = 2(1 + m)/(2 + m).
 #[inline(always)]
 fn tanh_f32<S: Isa>(z: f32) -> (f32, f32) {
     let size = z.abs();
     // `reduced` needs at least −88. The comparison is written so that a NaN fails it and stays a NaN.
     let x = if size > 44.0 { -88.0 } else { -2.0 * size };
     let (p, r, scale) = reduced::<S>(x);
-    // With exp x = scale·(1 + r·p): m = exp x − 1, without cancellation near 0, and e = exp x.
+    // `reduced` gives exp x = scale·(1 + r·p). From it follow m = exp x − 1, without cancellation near 0, and e = exp
+    // x.
     let (m, e) = (mul_add::<f32, S>(scale, p * r, scale - 1.0), mul_add::<f32, S>(scale, p * r, scale));
     let is_far = size > 0.55;
     let q = if is_far { 2.0 * e } else { -m } / (2.0 + m);
@@ -128,8 +134,8 @@ pub fn erf<A: Accumulator, S: Isa>(z: A) -> (A, A) {
     (A::from_f64(e), A::from_f64(std::f64::consts::FRAC_2_SQRT_PI * (-z * z).exp()))
 }
 
-/// Computes erf as z + z·P(z²) near 0 and as 1 − exp(|z|·Q(|z|)) far from it. P and Q are fitted for a small relative
-/// error, which is 9e-9 near 0 and 3e-9 far from it.
+/// Returns (erf z, erf′ z). It computes erf as z + z·P(z²) near 0, and as 1 − exp(|z|·Q(|z|)) far from it. The
+/// polynomials P and Q are fitted for a small relative error, which is 9e-9 near 0 and 3e-9 far from it.
 #[inline(always)]
 fn erf_f32<S: Isa>(z: f32) -> (f32, f32) {
     let (size, square) = (z.abs(), z * z);
@@ -146,14 +152,15 @@ fn erf_f32<S: Isa>(z: f32) -> (f32, f32) {
     let q = mul_add::<f32, S>(q, far, -0.105_312_1);
     let q = mul_add::<f32, S>(q, far, -0.635_680_4);
     let q = mul_add::<f32, S>(q, far, -1.128_525_5);
-    let beyond = 1.0 - exp_f32::<S>(q * far);
-    let e = if size < 0.875 { mul_add::<f32, S>(p, size, size) } else { beyond };
-    // Beyond 9.3 exp_f32 would return 1.2e-38 instead of less, and a large x would turn that into a visible gradient.
+    let far_erf = 1.0 - exp_f32::<S>(q * far);
+    let e = if size < 0.875 { mul_add::<f32, S>(p, size, size) } else { far_erf };
+    // Beyond 9.3 exp_f32 would return 1.2e-38 instead of less, and a product with a large z would make that visible.
     let slope = if size > 9.3 { 0.0 } else { std::f32::consts::FRAC_2_SQRT_PI * exp_f32::<S>(-square) };
     (e.copysign(z), slope)
 }
 
-/// Returns the sum of the lanes: pairs are added first, then pairs of sums, as in a tree.
+/// Returns the sum of the lanes, whose number is a power of two. Pairs are added first, then pairs of sums, as in a
+/// tree.
 #[inline(always)]
 pub fn sum<A: Accumulator, const N: usize>(mut lanes: [A; N]) -> A {
     let mut width = N / 2;
@@ -166,7 +173,7 @@ pub fn sum<A: Accumulator, const N: usize>(mut lanes: [A; N]) -> A {
     lanes[0]
 }
 
-/// Returns the largest lane. If a lane is NaN, the result may be any lane.
+/// Returns the largest lane; the number of lanes is a power of two. If a lane is NaN, the result may be any lane.
 #[inline(always)]
 pub fn max<A: Accumulator, const N: usize>(mut lanes: [A; N]) -> A {
     let mut width = N / 2;
@@ -227,10 +234,12 @@ mod tests {
         assert_eq!(exp::<f64, Fused>(1.5), 1.5f64.exp());
     }
 
-    /// Checks a curve and its slope in f32 against f64 on two million numbers in [−12, 12] and near 0. The curve may be
-    /// off by `ulp` units in the last place, the slope by `error`.
+    /// Checks two f32 versions of a function, each returning (value, slope), against the exact one in f64. The
+    /// arguments are two million numbers in [−12, 12], and small ones. A value may be off by `ulp` units in the last
+    /// place, a slope by `error`.
     fn check_curve(curve: [fn(f32) -> (f32, f32); 2], exact: fn(f64) -> (f64, f64), ulp: f64, error: f64) {
         let ulps = |got: f32, want: f64| {
+            // The exponent's bits alone are the power of two below the number.
             let unit = f32::from_bits((want as f32).to_bits() & 0x7f80_0000) as f64 * f32::EPSILON as f64;
             (got as f64 - want).abs() / unit
         };

@@ -11,7 +11,7 @@ use crate::multiversion;
 
 pub mod call;
 
-/// The rows of one position: the streams, and the optional added row.
+/// The rows of one position: the streams (n, d), and the optional added row of d numbers.
 struct Position<'a, E> {
     streams: &'a [E],
     added: Option<&'a [E]>,
@@ -27,7 +27,9 @@ impl<'a, E> Position<'a, E> {
 }
 
 multiversion! {
-    /// Computes y of all positions. `shape` is (m, n, d); `weights` has m rows of n numbers, or of n + 1 with `added`.
+    /// Computes the weighted sums y_i = Σ_j w_ij h_j of all positions. `shape` is (m, n, d). At each position, the h_j
+    /// are n rows of d numbers in `streams` and one more in `added` if it is given, and `y` has m rows. `weights` has m
+    /// rows of n numbers, or of n + 1 with `added`.
     pub fn forward[isa S][E: Element](
         shape: [usize; 3], streams: &[E], added: Option<&[E]>, weights: &[E::Acc], y: &mut [E],
     ) {
@@ -46,7 +48,7 @@ multiversion! {
 
 multiversion! {
     /// Computes the gradients of the streams, of `added` (empty if absent) and of the weights from `dy`, the gradient
-    /// of y. The shapes are those of [`forward`].
+    /// of y. They are dh_j = Σ_i w_ij dy_i and dw_ij = ⟨dy_i, h_j⟩. The shapes are those of [`forward`].
     pub fn backward[isa S][E: Element](
         shape: [usize; 3], dy: &[E], streams: &[E], added: Option<&[E]>, weights: &[E::Acc], dstreams: &mut [E],
         dadded: &mut [E], dweights: &mut [E::Acc],

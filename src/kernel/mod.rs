@@ -1,6 +1,6 @@
-//! Kernels: safe functions on slices for a range of rows. In each folder, `call` runs them on an operator's tensors,
-//! on the CPU with several threads, and launches the GPU's kernels. `composed`, if present, computes the same with
-//! tch operations. The formulas of each norm are in [`crate::norm`].
+//! Kernels: safe functions that compute a range of rows from slices. In each folder, the module `call` runs them on an
+//! operator's tensors: on the CPU with several threads, on a GPU by a launch. `composed`, if present, computes the same
+//! results with tch operations. The formulas of each norm are in [`crate::norm`].
 
 pub mod adam;
 pub mod attention;

@@ -4,8 +4,8 @@
 //!
 //! W (n, k) is stored in panels of 32 of its rows, transposed: a panel's 32 numbers of one column c are consecutive,
 //! and zeros pad the last panel. A tile of y (some rows of x times one panel) stays in registers during the loop over
-//! c. So each step is one load of the panel, one broadcast per row, and the products. libtorch packs the matrix again
-//! in each call, which takes as long as the product with 80 rows of x.
+//! c. So each step of the loop loads 32 numbers of the panel, broadcasts one number per row of x, and multiplies.
+//! libtorch packs the matrix again in each call, which takes as long as the product with 80 rows of x.
 
 pub mod call;
 
@@ -28,12 +28,13 @@ pub struct PackedMatrix<A> {
 }
 
 impl<A: Accumulator> PackedMatrix<A> {
-    /// Packs a row-major matrix (n, k). Without a bias, b is 0.
+    /// Packs a row-major matrix (n, k) and a bias (n). Without a bias, b is 0.
     pub fn new(weight: &[A], bias: Option<&[A]>, n: usize, k: usize) -> Self {
         assert!(weight.len() == n * k && bias.is_none_or(|bias| bias.len() == n), "W ({n}, {k}) and b ({n})");
         let mut panels = Aligned::new(n.next_multiple_of(PAIR_LANES) * k);
         for (i, row) in weight.chunks_exact(k.max(1)).enumerate() {
-            // Row i of W is number i mod 32 in each column of its panel, which is panel ⌊i/32⌋.
+            // Row i of W is in panel ⌊i/32⌋, which begins at ⌊i/32⌋·32·k, and is number i mod 32 in each of its
+            // columns.
             let panel = &mut panels[i / PAIR_LANES * PAIR_LANES * k..];
             for (c, w) in row.iter().enumerate() {
                 panel[c * PAIR_LANES + i % PAIR_LANES] = *w;
@@ -46,19 +47,19 @@ impl<A: Accumulator> PackedMatrix<A> {
         PackedMatrix { panels, bias: padded, n, k }
     }
 
-    /// Returns the number of columns of y.
+    /// Returns n, the number of columns of the product y.
     pub fn columns(&self) -> usize {
         self.n
     }
 
-    /// Returns the number of columns of x.
+    /// Returns k, the number of columns that x must have.
     pub fn inner(&self) -> usize {
         self.k
     }
 }
 
-/// Computes y (rows, n) from x (rows, k). Rows of x are `x_stride` numbers apart, rows of y `y_stride`. Columns of y
-/// after the n-th are not written.
+/// Computes y = xWᵀ + b (rows, n) from x (rows, k). Rows of x are `x_stride` numbers apart, rows of y `y_stride`.
+/// Columns of y after the n-th are not written.
 pub fn product<A: Accumulator>(
     x: &[A],
     x_stride: usize,
@@ -70,8 +71,8 @@ pub fn product<A: Accumulator>(
     product_columns(x, x_stride, rows, w, 0..w.n, y, y_stride);
 }
 
-/// Computes only the columns `columns` of y, and writes them to the beginning of its rows. `columns.start` must be a
-/// multiple of a panel's width.
+/// Computes the columns `columns` of y = xWᵀ + b, and writes them to the beginning of y's rows. The other arguments are
+/// those of [`product`]. `columns.start` must be a multiple of a panel's width, 32.
 pub fn product_columns<A: Accumulator>(
     x: &[A],
     x_stride: usize,
@@ -107,7 +108,7 @@ pub fn product_columns<A: Accumulator>(
 /// cache: with k = 128 it has 24 KiB of f32, half of a cache of 48 KiB.
 const ROWS: usize = 48;
 
-/// The operands of y = xP + b for some rows, where P is a panel. Only the first `used` columns of y are written.
+/// The operands of y = xP + b for `rows` rows of x, where P is a panel.
 struct PanelProduct<'a, A> {
     x: &'a [A],
     x_stride: usize,
@@ -116,19 +117,21 @@ struct PanelProduct<'a, A> {
     bias: &'a [A; PAIR_LANES],
     y: &'a mut [A],
     y_stride: usize,
+    /// The number of the panel's columns that are written to y.
     used: usize,
 }
 
 multiversion! {
-    /// Multiplies rows of x by one panel. This is not inlined, because the caller's values in registers would leave too
-    /// few for a tile.
+    /// Computes a [`PanelProduct`], tile by tile. This is not inlined, because the caller's values in registers would
+    /// leave too few for a tile.
     #[inline(never)]
     fn multiply_panel[isa S][A: Accumulator](all: &mut PanelProduct<A>) {
         // A tile has as many rows as the registers allow. Each row has two packs of sums, each of one AVX-512 register
         // (12 rows: 24 of 32 registers), or one pack in two AVX2 registers (6 rows: 12 of 16).
         let tallest = if is_wide::<S>() { 12 } else { 6 };
         for first in (0..all.rows).step_by(tallest) {
-            // A tile's height is a constant, because only then do its sums stay in registers.
+            // A tile's height is a constant, because only then do its sums stay in registers. So the macro generates
+            // one function for each height, and chooses it at run time.
             macro_rules! of_height {
                 ($($height:literal)+) => {
                     match tallest.min(all.rows - first) {
@@ -151,10 +154,11 @@ fn is_wide<S: Isa>() -> bool {
     return false;
 }
 
-/// Multiplies HEIGHT rows, from row `first` on. The panel's two packs of columns are computed together if there are
-/// enough registers, otherwise one after the other.
+/// Computes HEIGHT rows of a product, from row `first` on. The panel's two packs of 16 columns are computed together if
+/// there are enough registers, otherwise one after the other.
 #[inline(always)]
 fn multiply_tile<A: Accumulator, S: Isa, const HEIGHT: usize>(all: &mut PanelProduct<A>, first: usize) {
+    // The last two parameters are the first pack and the number of packs.
     if is_wide::<S>() {
         multiply_columns::<A, S, HEIGHT, 0, 2>(all, first);
     } else {
@@ -163,7 +167,8 @@ fn multiply_tile<A: Accumulator, S: Isa, const HEIGHT: usize>(all: &mut PanelPro
     }
 }
 
-/// Multiplies HEIGHT rows, from row `first` on, by PACKS packs of the panel's columns, from pack FIRST on.
+/// Computes HEIGHT rows of a product, from row `first` on, for PACKS packs of 16 of the panel's columns, from pack
+/// FIRST on. The sums begin with the bias.
 #[inline(always)]
 fn multiply_columns<A: Accumulator, S: Isa, const HEIGHT: usize, const FIRST: usize, const PACKS: usize>(
     all: &mut PanelProduct<A>,
@@ -184,7 +189,7 @@ fn multiply_columns<A: Accumulator, S: Isa, const HEIGHT: usize, const FIRST: us
     for r in 0..HEIGHT {
         for p in 0..PACKS {
             let row = &mut all.y[(first + r) * y_stride..][..used];
-            // If only a part of the panel is used, the pack may have fewer than WIDTH columns there, or none.
+            // If only a part of the panel is used, fewer than WIDTH of the pack's columns may be in y, or none.
             let to = row.chunks_mut(WIDTH).nth(FIRST + p).unwrap_or_default();
             if let Some(to) = to.first_chunk_mut() {
                 totals[r][p].put(to);
@@ -204,13 +209,14 @@ mod tests {
 
     /// Returns n numbers in about [−1, 1) that look random; `from` selects them.
     fn noise(n: usize, from: usize) -> Vec<f64> {
+        // The product scrambles the bits of i; its upper 24 bits are the number.
         (from..from + n)
             .map(|i| ((i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as f64 / 8e6 - 1.0)
             .collect()
     }
 
-    /// Checks y (rows, n) = x Wᵀ + b, and its columns after the first panel alone. Rows of x and y have `x_pad` and
-    /// `y_pad` more columns, which must stay unread and unwritten.
+    /// Checks y (rows, n) = xWᵀ + b, and its columns after the first panel alone, up to the error `bound`. Rows of x
+    /// and y have `x_pad` and `y_pad` more columns, which must stay unread and unwritten.
     fn check<A: Accumulator>(level: Level, [rows, n, k]: [usize; 3], [x_pad, y_pad]: [usize; 2], bound: f64) {
         let typed = |values: Vec<f64>| values.into_iter().map(A::from_f64).collect::<Vec<A>>();
         let (x, w, b) = (typed(noise(rows * (k + x_pad), 0)), typed(noise(n * k, 900)), typed(noise(n, 77)));

@@ -1,5 +1,5 @@
-//! Matrix products for training: y = xw + b, with few different shapes for oneDNN to compile; and c += aᵀb, with c in
-//! f32, for gradients of weights.
+//! Matrix products for training. The first, y = xw + b, calls oneDNN with few different shapes, because oneDNN compiles
+//! a product for each shape. The second, c += aᵀb with c in f32, is for gradients of weights.
 
 use crate::cpu::{amx, simd};
 use crate::error::Result;
@@ -11,12 +11,13 @@ use tch::{Device, Kind, Tensor};
 
 /// A flag of glibc's dlopen: it opens only libraries that are already loaded.
 const RTLD_NOLOAD: c_int = 4;
-// These are values of CBLAS_LAYOUT and CBLAS_TRANSPOSE.
+// These are values of CBLAS's enumerations CBLAS_LAYOUT and CBLAS_TRANSPOSE.
 const ROW_MAJOR: c_int = 101;
 const PLAIN: c_int = 111;
 const TRANSPOSED: c_int = 112;
 
-/// The type of MKL's `cblas_gemm_bf16bf16f32`: C = αAB + βC with A and B in bf16, C in f32.
+/// The type of MKL's `cblas_gemm_bf16bf16f32`, which computes C = αAB + βC with A (m, k) and B (k, n) in bf16, C in
+/// f32.
 type MixedProduct = unsafe extern "C" fn(
     layout: c_int,
     transpose_a: c_int,
@@ -50,7 +51,7 @@ static MIXED: LazyLock<Option<MixedProduct>> = LazyLock::new(|| {
     }
 });
 
-/// A 16-bit [`product`] with more rows than this first multiplies the largest multiple of this number of rows.
+/// In 16 bits, [`product`] calls oneDNN only with multiples of this number of rows, if there are as many.
 const STEP: i64 = 64;
 
 /// Computes out = xw + b: x (rows, k), w (k, n), b (n), out (rows, n), all of one type. No gradient is recorded.
@@ -61,7 +62,7 @@ const STEP: i64 = 64;
 pub fn product(out: &Tensor, x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<()> {
     let rows = x.size()[0];
     let whole = rows / STEP * STEP;
-    // `is_compiled` is true if oneDNN compiles the product.
+    // `is_compiled` is true if torch calls oneDNN, which compiles the product.
     let is_compiled = x.device() == Device::Cpu && matches!(x.kind(), Kind::BFloat16 | Kind::Half);
     // Each part is the first row and the number of rows of one call.
     let parts = match is_compiled && 0 < whole && whole < rows {
@@ -70,6 +71,7 @@ pub fn product(out: &Tensor, x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> R
     };
     for &(start, rows) in parts {
         let (out, x) = (out.f_narrow(0, start, rows)?, x.f_narrow(0, start, rows)?);
+        // The result of these functions is `out` again.
         let _ = match bias {
             Some(bias) => bias.f_addmm_out(&out, &x, w)?,
             None => x.f_mm_out(&out, w)?,
@@ -84,7 +86,7 @@ pub fn add_product(c: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     if add_mixed(c, a, b) {
         return Ok(());
     }
-    // In-place functions take a mutable handle; the shallow clone is another handle of c's memory.
+    // In-place functions take a mutable handle, and the shallow clone is such a handle of c's memory.
     let (mut c, a_t) = (c.shallow_clone(), a.f_transpose(0, 1)?);
     // `addmm_` takes only matrices of one type.
     let _ = match a_t.kind() == c.kind() {
@@ -98,9 +100,9 @@ pub fn add_product(c: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
 /// the tensors do not suit it.
 fn add_mixed(c: &Tensor, a: &Tensor, b: &Tensor) -> bool {
     let Some(product) = *MIXED else { return false };
-    // True for a matrix on the CPU with contiguous rows, which do not overlap.
+    // True for a matrix on the CPU with contiguous rows that do not overlap.
     let has_rows = |t: &Tensor| match (&t.size()[..], &t.stride()[..]) {
-        (&[_, cols], &[row, 1]) => row >= cols && t.device() == Device::Cpu && has_memory(t),
+        (&[_, cols], &[row_stride, 1]) => row_stride >= cols && t.device() == Device::Cpu && has_memory(t),
         _ => false,
     };
     let are_mixed = (c.kind(), a.kind(), b.kind()) == (Kind::Float, Kind::BFloat16, Kind::BFloat16);

@@ -3,7 +3,7 @@
 //! > y = M∘max(x, 0),  dx = dy/(1 − p) where y ≠ 0, else 0
 //!
 //! M holds dropout's factors, 0 or 1/(1 − p), from [`Dropout`]'s stream at element (row, column). The backward pass
-//! needs only y to know which elements passed: as 1/(1 − p) ≥ 1, no positive x becomes zero, in any storage type.
+//! needs only y to know which elements were kept: as 1/(1 − p) ≥ 1, no positive x becomes zero, in any storage type.
 //! Source: docs/spec.md §4.3, §4.5. A NaN in x is a NaN in y, dropped or not, and a NaN in y is a NaN in dx.
 
 use crate::cpu::philox::{self, Dropout};
@@ -24,8 +24,8 @@ pub static PROGRAM: Program = Program {
 const DRAWN: usize = 4096;
 
 multiversion! {
-    /// Computes y from x. Both consist of whole rows of `cols` columns; `first_row` is the index of their first row in
-    /// dropout's random stream.
+    /// Computes y = dropout(max(x, 0)). Both consist of whole rows of `cols` columns; `first_row` is the index of their
+    /// first row in dropout's random stream. Without `dropout` nothing is dropped or scaled.
     pub fn forward[E: Element](cols: usize, dropout: Option<&Dropout>, first_row: usize, x: &[E], y: &mut [E]) {
         assert_eq!(x.len(), y.len());
         let Some(dropout) = dropout else {
@@ -38,6 +38,7 @@ multiversion! {
             return;
         }
         assert!(cols > 0 && x.len().is_multiple_of(cols), "{} elements in rows of {cols}", x.len());
+        // `kept` is the factor of elements that are not dropped; a row of the stream has `per_row` half words.
         let (kept, per_row) = (E::Acc::from_f64(dropout.scale), philox::padded(cols));
         // The random numbers of this many rows are drawn together.
         let rows = (DRAWN / per_row).max(1);
@@ -55,21 +56,22 @@ multiversion! {
 }
 
 multiversion! {
-    /// Computes dx from the forward pass's y and from dy; of `dropout` only the scale is used.
+    /// Computes dx = scale·dy where y ≠ 0, else 0, from the forward pass's y. It uses only the scale of `dropout`. A
+    /// NaN in y is a NaN in dx.
     pub fn backward[E: Element](dropout: Option<&Dropout>, y: &[E], dy: &[E], dx: &mut [E]) {
         assert!(y.len() == dy.len() && y.len() == dx.len());
         let scale = dropout.map_or(E::Acc::ONE, |d| E::Acc::from_f64(d.scale));
         for ((y, dy), dx) in y.iter().zip(dy).zip(dx) {
-            let (y, g) = (y.load(), dy.load() * scale);
-            let g = if y == E::Acc::ZERO { E::Acc::ZERO } else { g };
+            let (y, scaled) = (y.load(), dy.load() * scale);
+            let gradient = if y == E::Acc::ZERO { E::Acc::ZERO } else { scaled };
             #[allow(clippy::eq_op)]
-            let nan = y != y; // only a NaN differs from itself
-            *dx = E::store(if nan { y } else { g });
+            let is_nan = y != y; // only a NaN differs from itself
+            *dx = E::store(if is_nan { y } else { gradient });
         }
     }
 }
 
-/// Returns max(x, 0), and NaN for NaN.
+/// Returns max(x, 0), and NaN for NaN, for which the comparison is false.
 #[inline(always)]
 fn relu<A: Accumulator>(x: A) -> A {
     if x <= A::ZERO {
@@ -95,12 +97,14 @@ mod tests {
 
     /// Returns n numbers in [−1, 1) that look random.
     fn values<E: Element>(n: usize) -> Vec<E> {
+        // The product scrambles the bits of i; its upper 24 bits are the number.
         let noise =
             |i: usize| ((i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as f64 / (1 << 23) as f64 - 1.0;
         (0..n).map(|i| E::store(E::Acc::from_f64(noise(i)))).collect()
     }
 
-    /// Checks every element, bit for bit, against its own draw from the stream; both sides do the same multiplication.
+    /// Checks every element of y and dx, bit for bit, for each instruction set and width. The expected value multiplies
+    /// by the factor that the element's own random number gives.
     fn agree<E: Element>() {
         for level in Level::ALL {
             force(Some(level));

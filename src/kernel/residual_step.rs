@@ -30,8 +30,9 @@ mod scales;
 /// The step without a norm. A step with a norm uses the norm's own kernels and CUDA program.
 pub static NO_NORM: RowNormKernel = RowNormKernel::of::<NoNorm>(row_program!("no_norm.cu"));
 
-/// The parameters that all rows share. Each of α and β is empty (meaning 1), one number, or one number per column.
-/// `weight`, `bias`, `eps` and, for a curve, `numbers` belong to the norm.
+/// The parameters of x⁺ = α⊙x + β⊙drop(f) and y = N(x⁺) that all rows share. `alpha` and `beta` each are empty (meaning
+/// 1), one number, or one number per column. `weight`, `bias` and `eps` belong to the norm N; `numbers`, a scale and a
+/// shift, to a norm that is an elementwise curve.
 #[derive(Clone, Copy, Debug)]
 pub struct StepParameters<'a, A> {
     pub cols: usize,
@@ -56,8 +57,9 @@ pub struct Gradients<'a, A> {
 }
 
 multiversion! {
-    /// Writes x⁺ and y of some rows. The first row of `x` is row `first_row` of the whole matrix, which determines
-    /// dropout's mask. `y` is empty if there is no norm; `stats` receives `norm.stats` numbers per row.
+    /// Writes `x_plus`, x⁺ = α⊙x + β⊙drop(f), and y = N(x⁺) of some rows. The first row of `x` is row `first_row` of
+    /// the whole matrix, which determines dropout's mask. `y` is empty if there is no norm; `stats` receives the
+    /// `norm.stats` numbers per row that the backward pass needs.
     pub fn forward[isa S][X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>](
         norm: &RowNormFns<X::Acc>, step: &StepParameters<X::Acc>, first_row: usize, x: &[X], f: &[F], x_plus: &mut [X],
         y: &mut [Y], stats: &mut [X::Acc],
@@ -69,6 +71,7 @@ multiversion! {
         let (alpha, beta) = scales(step);
         let weight = columns(step.weight, cols, X::Acc::ONE);
         let bias = columns(step.bias, cols, X::Acc::ZERO);
+        // These decide whether stores bypass the caches.
         let (store, store_y) = (Store::of(x_plus, cols), Store::of(y, cols));
         let group = Group::new::<S>(x.len() / cols, cols);
         let mut mask = Mask::new(step.dropout, first_row, group);
@@ -76,7 +79,7 @@ multiversion! {
         let (spare_x, spare_f) = (group.spare::<X>(), group.spare::<F>());
         let (mut spare_x_plus, mut spare_y) = (group.spare_out::<X>(), group.spare_out::<Y>());
         let mut bend = norm.curve.as_ref().map(|curve| Bend::new(curve, step.numbers, cols));
-        // If x⁺ bypasses the caches, it cannot be read back from them, so the norm reads this copy.
+        // If stores of x⁺ bypass the caches, it cannot be read back from them, so the norm reads this copy of a group.
         let needs_copy = !y.is_empty() && store.is_streamed();
         let mut x_plus_copy = memory::filled(X::default(), if needs_copy { GROUP * cols } else { 0 });
         for g in 0..group.count() {
@@ -98,10 +101,10 @@ multiversion! {
                 continue;
             }
             let measured = norm.measure::<S, X>(x_plus, step.eps);
-            for (r, row) in group.range(g).zip(measured) {
-                row.keep(norm.stats, r, stats);
+            for (r, statistics) in group.range(g).zip(measured) {
+                statistics.keep(norm.stats, r, stats);
             }
-            // `true`: shifts are subtracted, even if they are zero.
+            // With the last parameter `true`, shifts are subtracted, even if they are zero.
             normalise::<S, X, Y, true>(x_plus, measured, &weight, &bias, group.rows_mut(g, y, &mut spare_y), store_y);
         }
         store.finish();
@@ -110,7 +113,8 @@ multiversion! {
 }
 
 multiversion! {
-    /// Computes the gradient of [`forward`]: overwrites `dx` and `df` (empty if not wanted), and adds to `grads`.
+    /// Computes the gradient of [`forward`] with G = dx⁺ + N′(dy). Overwrites `dx` with α⊙G and `df` with β⊙drop(G);
+    /// `df` may be empty if not wanted. Adds to `grads`, for α Σ G⊙x over rows, and for β Σ G⊙drop(f).
     ///
     /// `dx_plus` or `dy` is empty if that output got no gradient. `x_plus` and `stats` are read only if there is
     /// `dy`, `x` only if there is `grads.dalpha`, `f` only if there is `grads.dbeta`.
@@ -129,7 +133,7 @@ multiversion! {
             }
             _ => None,
         };
-        // This holds G in the computing type, which only curves need.
+        // This holds G of a group of rows in the computing type, which only curves need.
         let mut total = memory::filled(X::Acc::ZERO, if bend.is_some() { GROUP * cols } else { 0 });
         let (alpha, beta) = scales(step);
         let (dalpha, dbeta) = (sum_of(grads.dalpha, cols), sum_of(grads.dbeta, cols));
@@ -156,7 +160,8 @@ multiversion! {
             let df = group.rows_mut(g, df, &mut spare_df);
             let bits = mask.group(g);
             if let Some(bend) = &mut bend {
-                // A curve computes all of G, so the scales get it as dx⁺, without dy and without a weight.
+                // A curve's pass computes all of G = dx⁺ + N′(dy), so the scales get it as dx⁺, without dy and without
+                // a weight.
                 let (rows, to) = (group.range(g).len(), split(&mut total, cols));
                 bend.backward::<S, X, Y, X::Acc>(dy, x_plus, dx_plus, rows, to, Store::PLAIN);
                 let none = [&[][..]; GROUP];
@@ -173,14 +178,15 @@ multiversion! {
             Some(bend) => bend.finish(grads.dweight, grads.dbias, grads.dnumbers),
             None => weight.finish(grads.dweight, grads.dbias),
         }
-        // The sums are padded to whole blocks, or empty if not wanted. dα has no factor of dropout.
+        // The sums are padded to whole blocks of columns, or empty if not wanted. dα has no factor from dropout, so its
+        // dropout is `None`.
         finish(&scales.dalpha[..cols.min(scales.dalpha.len())], None, grads.dalpha);
         finish(&scales.dbeta[..cols.min(scales.dbeta.len())], step.dropout, grads.dbeta);
     }
 }
 
-/// Writes x⁺ = α⊙x + β⊙drop(f) of a group of rows to `to`, or x + f if the scales are empty, because then nothing is
-/// dropped ([`scales`]). `beta` includes dropout's scale.
+/// Writes x⁺ = α⊙x + β⊙drop(f) of a group of rows to `to`. `alpha` and `beta` have one number per column, and `beta`
+/// includes dropout's scale; if both are empty, nothing is dropped, and x⁺ is x + f. `bits` are dropout's random bits.
 #[inline(always)]
 fn add<S: Isa, X: Element, F: Element<Acc = X::Acc>>(
     alpha: &[X::Acc],
@@ -191,6 +197,7 @@ fn add<S: Isa, X: Element, F: Element<Acc = X::Acc>>(
     to: [&mut [X]; GROUP],
     store: Store,
 ) {
+    // Rows are prefetched one group, that is `ahead` numbers, before they are needed.
     let ahead = GROUP * x[0].len();
     let (scaled, dropped) = (!alpha.is_empty(), bits.is_some());
     let (threshold, bits) = bits.unwrap_or((0, [&[]; GROUP]));
@@ -198,11 +205,13 @@ fn add<S: Isa, X: Element, F: Element<Acc = X::Acc>>(
     let mut f = Blocks::of(f);
     let mut bits = Blocks::of(bits);
     let mut to = BlocksMut::of(to);
+    // These are the blocks of coefficients in the parts that follow.
     let (mut alpha, mut beta) = (alpha.as_chunks::<PAIR_LANES>().0, beta.as_chunks::<PAIR_LANES>().0);
+    // Part 0 has the whole blocks of a row, and part 1 its padded last block, if there is one.
     for part in 0..PARTS {
         let n = x.len(part);
         let (a, b);
-        // This part has as many blocks of coefficients; without scales there are none.
+        // `a` and `b` take this part's n blocks of α and β; without scales there are none.
         let coefficients = if scaled { n } else { 0 };
         ((a, alpha), (b, beta)) = (alpha.split_at(coefficients), beta.split_at(coefficients));
         let (x, f, to) = (x.part::<S>(part, n), f.part::<S>(part, n), to.part::<S>(part, n));
@@ -234,11 +243,12 @@ fn add<S: Isa, X: Element, F: Element<Acc = X::Acc>>(
     to.finish();
 }
 
-/// Applies dropout to a block, without its scale: zeroes the numbers whose random bits are below the threshold.
+/// Returns a block, given as two packs, after dropout without its scale: numbers whose random bits are below the
+/// threshold are zeroed.
 #[inline(always)]
-fn keep<A: Accumulator, S: Isa>(v: [Of<A, S>; 2], bits: &[u16; PAIR_LANES], threshold: u16) -> [Of<A, S>; 2] {
+fn keep<A: Accumulator, S: Isa>(block: [Of<A, S>; 2], bits: &[u16; PAIR_LANES], threshold: u16) -> [Of<A, S>; 2] {
     let bits = bits.as_chunks().0;
-    [v[0].keep(&bits[0], threshold), v[1].keep(&bits[1], threshold)]
+    [block[0].keep(&bits[0], threshold), block[1].keep(&bits[1], threshold)]
 }
 
 /// Copies a group of rows; `store` decides whether the copy bypasses the caches.
@@ -246,6 +256,7 @@ fn keep<A: Accumulator, S: Isa>(v: [Of<A, S>; 2], bits: &[u16; PAIR_LANES], thre
 fn copy<S: Isa, X: Element>(from: [&[X]; GROUP], to: [&mut [X]; GROUP], store: Store) {
     let mut from = Blocks::of(from);
     let mut to = BlocksMut::of(to);
+    // Part 0 has the whole blocks of a row, and part 1 its padded last block, if there is one.
     for part in 0..PARTS {
         let n = from.len(part);
         let (from, to) = (from.part::<S>(part, n), to.part::<S>(part, n));

@@ -8,12 +8,12 @@ use crate::multiversion;
 use std::ops::Range;
 use tch::Tensor;
 
-/// The number of rows that form a partial sum, which is then added to the total. This way the rounding error grows more
-/// slowly than in one long sum.
+/// The number of rows that form a partial sum, which is then added to the total. With partial sums the rounding error
+/// grows more slowly than in one long sum.
 const TOGETHER: usize = 64;
 
-/// Adds the rows of x (rows, n) to sum (n). Uses a CPU kernel if sum has the type in which x is accumulated (f64 for
-/// f64, else f32), otherwise torch. No gradient is recorded.
+/// Adds the rows of x (rows, n) to `sum` (n). Uses a CPU kernel if `sum` has the type in which x is accumulated (f64
+/// for f64, else f32), otherwise torch. No gradient is recorded.
 pub fn add_rows(sum: &Tensor, x: &Tensor) -> Result<()> {
     let computing = accumulation(x.kind());
     match (View::of(x), View::of(&sum.f_unsqueeze(0)?)) {
@@ -28,7 +28,7 @@ pub fn add_rows(sum: &Tensor, x: &Tensor) -> Result<()> {
     }
 }
 
-/// Runs [`add_rows`] on the CPU for the storage type E of x; `to` is the sum.
+/// Computes [`add_rows`] on the CPU for the storage type E of x; `to` is the sum.
 fn add_typed<E: Element>(x: &View, to: &View) -> Result<()> {
     let (mut sums, stride) = (memory::filled(E::Acc::ZERO, x.cols()), x.stride as usize);
     // SAFETY: the views are of tensors on the CPU that outlive this call. x is of E, and the sum of its computing
@@ -44,10 +44,12 @@ fn add_typed<E: Element>(x: &View, to: &View) -> Result<()> {
 }
 
 multiversion! {
-    /// Adds rows of `x`, which are `stride` apart, to the sums of their columns.
+    /// Adds the rows `rows` of `x` to `sums`, one sum per column. Rows are `stride` numbers apart.
     fn add[isa S][E: Element](x: &[E], rows: Range<usize>, stride: usize, sums: &mut [E::Acc]) {
         for first in rows.clone().step_by(TOGETHER) {
             let together = first..rows.end.min(first + TOGETHER);
+            // A block is two packs of columns, whose sums stay in registers. The columns after the last block, `rest`,
+            // are added one by one.
             let (blocks, rest) = sums.as_chunks_mut::<PAIR_LANES>();
             let whole = blocks.len() * PAIR_LANES;
             for (b, sum) in blocks.iter_mut().enumerate() {

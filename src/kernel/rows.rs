@@ -45,8 +45,9 @@ pub const GROUP: usize = 4;
 
 /// A norm over the last dimension.
 pub trait RowNorm: Copy + Send + Sync + 'static {
-    /// The number of values kept per row for the backward pass. It also determines the sums over a row: none if it is
-    /// 0, the squares if 1 (the scale is kept), both moments if 2 (the shift and the scale are kept).
+    /// The number of values kept per row for the backward pass: none, the scale, or the shift and the scale. It also
+    /// determines the sums over a row that [`measure`](Self::measure) gets: none if it is 0, Σx² if 1, both moments if
+    /// 2.
     const STATS: usize;
 
     /// Returns the shift and the scale of a row; the shift is zero if STATS < 2. Returns `None` if the sums have lost
@@ -56,14 +57,14 @@ pub trait RowNorm: Copy + Send + Sync + 'static {
     /// Returns the shift and the scale of a row whose squares (or sum) overflow or underflow.
     fn measure_scaled<A: Accumulator>(x: &[A], eps: A) -> Measured<A>;
 
-    /// Returns the coefficients of dx, from the row's shift and scale and the sums over its `cols` columns: Σg (only if
-    /// STATS is 2) and Σg⊙x̂.
+    /// Returns the coefficients of dx = p·g + q·x̂ − r, where g is the gradient of x̂. They follow from the row's shift
+    /// and scale and from the sums over its `cols` columns: `sum_g`, Σg (only if STATS is 2), and `sum_gx`, Σg⊙x̂.
     fn gradient<A: Accumulator>(row: Measured<A>, eps: A, cols: A, sum_g: A, sum_gx: A) -> RowGradient<A>;
 }
 
 /// A curve in place of a norm: x̂ = f(scale·x + shift), where scale and shift are one learned number each.
 pub trait CurveNorm: 'static {
-    /// Returns (f(z), f′(z)).
+    /// Returns (f(z), f′(z)), computed with the instruction set S.
     fn at<A: Accumulator, S: Isa>(z: A) -> (A, A);
 }
 
@@ -87,7 +88,7 @@ pub struct Measured<A> {
     pub scale: A,
 }
 
-/// The coefficients of dx = p·g + q·x̂ − r.
+/// The coefficients of dx = p·g + q·x̂ − r for one row, where g is the gradient of x̂.
 #[derive(Clone, Copy, Debug)]
 pub struct RowGradient<A> {
     pub p: A,
@@ -102,7 +103,7 @@ pub struct RowNormFns<A> {
     pub stats: usize,
     /// The curve of a [`CurveNorm`], whose functions below are not called.
     pub curve: Option<Curve<A>>,
-    // These are the functions of `RowNorm`.
+    // These are the functions of the trait `RowNorm`.
     measure: fn(&Sums<A>, A) -> Option<Measured<A>>,
     measure_scaled: fn(&[A], A) -> Measured<A>,
     gradient: fn(Measured<A>, A, A, A, A) -> RowGradient<A>,
@@ -120,7 +121,7 @@ impl<A: Accumulator> RowNormFns<A> {
         }
     }
 
-    /// Returns the functions of a curve.
+    /// Returns the functions of a curve. The others, of [`NoNorm`], are never called.
     pub const fn of_curve<N: CurveNorm>() -> Self {
         RowNormFns { curve: Some(Curve::of::<N>()), ..RowNormFns::of::<NoNorm>() }
     }
@@ -149,7 +150,7 @@ impl RowNormKernel {
         self.single.stats
     }
 
-    /// Returns the functions for the computing type A.
+    /// Returns the norm's functions for the computing type A.
     pub fn get<A: Accumulator>(&self) -> &RowNormFns<A> {
         // A is f32 or f64, so one of the two casts succeeds.
         let single = (&self.single as &dyn Any).downcast_ref();
@@ -181,7 +182,8 @@ impl RowNorm for NoNorm {
 }
 
 multiversion! {
-    /// Computes y = w⊙x̂ + b for every row of `cols` numbers in `x`; `stats` receives `norm.stats` numbers per row.
+    /// Computes y = weight⊙x̂ + bias for every row of `cols` numbers in `x`, where x̂ is the normalised row. `stats`
+    /// receives the `norm.stats` numbers per row that the backward pass needs.
     ///
     /// `weight` is empty (meaning ones), one number (a gain) or one per column; `bias` is empty (zeros) or one per
     /// column.
@@ -200,11 +202,11 @@ multiversion! {
         for g in 0..group.count() {
             let x = group.rows(g, x, &spare);
             let measured = norm.measure::<S, E>(x, eps);
-            for (r, row) in group.range(g).zip(measured) {
-                row.keep(norm.stats, r, stats);
+            for (r, statistics) in group.range(g).zip(measured) {
+                statistics.keep(norm.stats, r, stats);
             }
             let y = group.rows_mut(g, y, &mut spare_out);
-            // Without a second statistic all shifts are zero, and need not be subtracted.
+            // Without a second statistic all shifts are zero. The last parameter is true if shifts are subtracted.
             if norm.stats < 2 {
                 normalise::<S, E, E, false>(x, measured, &weight, &bias, y, store);
             } else {
@@ -216,8 +218,8 @@ multiversion! {
 }
 
 multiversion! {
-    /// Computes the gradient of [`forward`]: overwrites `dx`, adds to `dweight` (empty, or as long as `weight`) and
-    /// `dbias` (empty, or one per column).
+    /// Computes the gradient of [`forward`] from `dy` and the `stats` that it wrote: overwrites `dx`, adds to `dweight`
+    /// (empty, or as long as `weight`) and `dbias` (empty, or one per column).
     pub fn backward[isa S][E: Element](
         norm: &RowNormFns<E::Acc>, cols: usize, dy: &[E], x: &[E], weight: &[E::Acc], eps: E::Acc, stats: &[E::Acc],
         dx: &mut [E], dweight: &mut [E::Acc], dbias: &mut [E::Acc],
@@ -245,8 +247,8 @@ impl<A: Accumulator> Measured<A> {
     /// The shift and the scale of x̂ = x.
     pub const NONE: Self = Measured { shift: A::ZERO, scale: A::ONE };
 
-    /// Writes the values of row `r` that the backward pass needs: none, the scale, or the shift and the scale, by
-    /// `count`.
+    /// Writes the `count` values of row `r` that the backward pass needs to their place in `stats`: none, the scale, or
+    /// the shift and the scale.
     #[inline(always)]
     pub fn keep(self, count: usize, r: usize, stats: &mut [A]) {
         match count {
@@ -256,7 +258,8 @@ impl<A: Accumulator> Measured<A> {
         }
     }
 
-    /// Reads the values that [`keep`](Self::keep) wrote for a group of rows, `count` per row.
+    /// Returns the statistics of a group of rows from the values that [`keep`](Self::keep) wrote, `count` per row. A
+    /// value that was not kept is that of x̂ = x.
     #[inline(always)]
     pub fn restore(count: usize, rows: std::ops::Range<usize>, stats: &[A]) -> [Self; GROUP] {
         let mut group = [Self::NONE; GROUP];

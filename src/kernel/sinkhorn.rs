@@ -17,7 +17,7 @@ use crate::multiversion;
 
 pub mod call;
 
-/// One element, at the same row and column, of each of the matrices that are computed together.
+/// The elements at one row and column of the [`LANES`] matrices that are computed together, one in each lane.
 type Elements<A> = [A; LANES];
 
 /// A division of the columns, or of the rows, of n×n matrices by their sums.
@@ -29,7 +29,7 @@ struct Division {
 }
 
 impl Division {
-    /// Returns the indices of the elements in column (or row) `line`.
+    /// Returns the indices of the elements in column or row number `line` of a row-major matrix.
     #[inline(always)]
     fn line(self, line: usize) -> impl Iterator<Item = usize> + Clone {
         let (first, step) = if self.columns { (line, self.n) } else { (line * self.n, 1) };
@@ -37,13 +37,14 @@ impl Division {
     }
 }
 
-/// The divisions after the softmax: columns, then rows and columns in turn.
+/// Returns the 2·`iterations` − 1 divisions after the softmax: columns, then rows and columns in turn.
 fn divisions(n: usize, iterations: usize) -> impl DoubleEndedIterator<Item = Division> + ExactSizeIterator {
     (0..2 * iterations - 1).map(move |i| Division { n, columns: i % 2 == 0 })
 }
 
 multiversion! {
-    /// Computes `m` from `logits`, which both consist of n×n matrices. [`LANES`] of them are computed together.
+    /// Computes Sinkhorn's algorithm: `m` from `logits`, which both consist of n×n matrices. [`LANES`] matrices are
+    /// computed together. ε is added to the softmax, and to each sum by which a column or row is divided.
     pub fn forward[isa S][E: Element](n: usize, iterations: usize, eps: f64, logits: &[E], m: &mut [E]) {
         let (size, eps) = (n * n, E::Acc::from_f64(eps));
         let mut state = filled([E::Acc::ZERO; LANES], size);
@@ -62,14 +63,14 @@ multiversion! {
 }
 
 multiversion! {
-    /// Computes the gradient of `logits` from `dm`, the gradient of M.
+    /// Computes the gradient of `logits` from `dm`, the gradient of the result of [`forward`].
     pub fn backward[isa S][E: Element](
         n: usize, iterations: usize, eps: f64, dm: &[E], logits: &[E], dlogits: &mut [E],
     ) {
         let (size, eps, count) = (n * n, E::Acc::from_f64(eps), divisions(n, iterations).len());
         let zero = [E::Acc::ZERO; LANES];
-        // `states` holds the softmax, then M after each division. `sums` holds each division's divisors, and `g` the
-        // gradient.
+        // `states` holds the softmax, then the matrix after each division. `sums` holds the n divisors of each
+        // division, and `g` the gradient of the state that the backward pass has reached.
         let (mut states, mut sums, mut g) =
             (filled(zero, size * (count + 1)), filled(zero, n * count), filled(zero, size));
         let all = dm.chunks(size * LANES).zip(logits.chunks(size * LANES)).zip(dlogits.chunks_mut(size * LANES));
@@ -80,7 +81,7 @@ multiversion! {
             for (i, division) in divisions(n, iterations).enumerate() {
                 states.copy_within(i * size..(i + 1) * size, (i + 1) * size);
                 let state = &mut states[(i + 1) * size..(i + 2) * size];
-                // M₀ is the softmax plus ε.
+                // ε is added to the softmax before the first division.
                 if i == 0 {
                     add(state, eps);
                 }
@@ -96,7 +97,8 @@ multiversion! {
                     divide_backward(division.line(line), state, &sums[i * n + line], &mut g);
                 }
             }
-            // The softmax p has the gradient p·(g − Σ g·p). A division by 1 gives the bracket; the factor p follows.
+            // The gradient of the logits is p·(g − Σ g·p), where p is the softmax and g its gradient. `divide_backward`
+            // with the divisor 1 gives the bracket for each row; the factor p follows.
             let rows = Division { n, columns: false };
             for line in 0..n {
                 divide_backward(rows.line(line), &states[..size], &[E::Acc::ONE; LANES], &mut g);
@@ -111,7 +113,7 @@ multiversion! {
     }
 }
 
-/// Reads up to LANES matrices, one into each lane; the other lanes get zeros.
+/// Copies up to LANES matrices, which follow each other in `from`, one into each lane of `to`; other lanes get zeros.
 #[inline(always)]
 fn gather<E: Element>(from: &[E], to: &mut [Elements<E::Acc>]) {
     let size = to.len();
@@ -123,7 +125,7 @@ fn gather<E: Element>(from: &[E], to: &mut [Elements<E::Acc>]) {
     }
 }
 
-/// Writes the matrices back, one from each lane.
+/// Copies the matrices back, one from each lane of `from`, as many as `to` has.
 #[inline(always)]
 fn scatter<E: Element>(from: &[Elements<E::Acc>], to: &mut [E]) {
     for (l, matrix) in to.chunks_exact_mut(from.len()).enumerate() {
@@ -168,7 +170,7 @@ fn add<A: Accumulator>(state: &mut [Elements<A>], eps: A) {
     }
 }
 
-/// Divides the elements with the indices `line` by their sum + ε, and returns this divisor.
+/// Divides the elements at the indices `line`, a column or a row, by their sum plus ε, and returns this divisor.
 #[inline(always)]
 fn divide<A: Accumulator>(line: impl Iterator<Item = usize> + Clone, eps: A, state: &mut [Elements<A>]) -> Elements<A> {
     let mut sum = [A::ZERO; LANES];
@@ -188,8 +190,8 @@ fn divide<A: Accumulator>(line: impl Iterator<Item = usize> + Clone, eps: A, sta
     sum
 }
 
-/// Computes the gradient of [`divide`]: replaces g, the gradient of y = x/s at the indices `line`, by that of x,
-/// (g − Σ g·y)/s.
+/// Computes the gradient of [`divide`], y = x/s with s = Σ x + ε, at the indices `line`. Replaces g, the gradient of y,
+/// by the gradient of x, (g − Σ g·y)/s.
 #[inline(always)]
 fn divide_backward<A: Accumulator>(
     line: impl Iterator<Item = usize> + Clone,

@@ -23,7 +23,7 @@ impl View {
 
     /// Returns the view of a matrix on the CPU with contiguous rows; `None` for other tensors or unsupported types.
     pub fn of(t: &Tensor) -> Option<View> {
-        // These are the codes of `by_dtype!`, and 4 for int64.
+        // These codes select the element type in the macro `by_dtype!`; 4, for int64, has no kernels.
         let dtype = match t.kind() {
             Kind::Float => 0,
             Kind::Double => 1,
@@ -39,8 +39,8 @@ impl View {
         is_readable.then(|| View { data: t.data_ptr().cast(), rows, cols, stride, dtype })
     }
 
-    /// Returns the view of a contiguous tensor on the CPU as rows of `cols` numbers. Errors unless it is of the given type
-    /// and has `rows` rows.
+    /// Returns the view of a contiguous tensor on the CPU as a matrix (rows, cols). Errors unless the tensor is of the
+    /// given type and has rows·cols numbers.
     pub fn of_rows(t: &Tensor, kind: Kind, [rows, cols]: [i64; 2]) -> Result<View> {
         let fits = t.kind() == kind && t.numel() as i64 == rows * cols && t.is_contiguous();
         let view = if fits { View::of(&t.f_view([rows, cols])?) } else { None };
@@ -53,14 +53,17 @@ impl View {
         })
     }
 
+    /// True if there is no tensor.
     pub fn is_absent(&self) -> bool {
         self.data.is_null()
     }
 
+    /// Returns the number of rows as a usize.
     pub fn rows(&self) -> usize {
         self.rows as usize
     }
 
+    /// Returns the number of columns as a usize.
     pub fn cols(&self) -> usize {
         self.cols as usize
     }
@@ -75,7 +78,7 @@ impl View {
 
     /// Returns the bytes from the matrix's first number to its last; an empty slice if the tensor is absent.
     pub fn bytes(&self) -> *const [u8] {
-        // The index is the dtype's code; the code −1 of an absent tensor is no index.
+        // The index is the dtype's code. The code −1 of an absent tensor is no index, so its size is 0.
         let bytes_per_number = [4, 8, 2, 2, 8, 1].get(self.dtype as usize).copied().unwrap_or(0);
         std::ptr::slice_from_raw_parts(self.data, self.len() * bytes_per_number)
     }
@@ -112,7 +115,7 @@ pub fn accumulation(kind: Kind) -> Kind {
     }
 }
 
-/// Runs `$body` with `$E` as the element type of a view's dtype.
+/// Runs `$body` with `$E` as the element type of a view's dtype; returns an error for a dtype without kernels.
 macro_rules! by_dtype {
     ($view:expr, $E:ident => $body:expr) => {
         match $view.dtype {

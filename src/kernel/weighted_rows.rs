@@ -9,7 +9,8 @@ pub fn combine<'a, E: Element, S: Isa>(pairs: impl Iterator<Item = (&'a [E], E::
     combine_both::<E, S>(pairs, std::iter::empty(), y);
 }
 
-/// Computes y = Σ w·row over the pairs (row, w) of two lists. Rows of `computed` are in the computing type.
+/// Computes y = Σ w·row over the pairs (row, w) of two lists. Rows of `pairs` have y's type, and rows of `computed`
+/// have the computing type, in which the sums are.
 #[inline(always)]
 pub fn combine_both<'a, E: Element, S: Isa>(
     pairs: impl Iterator<Item = (&'a [E], E::Acc)> + Clone,
@@ -17,6 +18,7 @@ pub fn combine_both<'a, E: Element, S: Isa>(
     y: &mut [E],
 ) {
     let store = Store::cached();
+    // A block is two packs of columns, whose sums stay in registers.
     let (blocks, rest) = y.as_chunks_mut::<PAIR_LANES>();
     let whole = blocks.len() * PAIR_LANES;
     for (b, to) in blocks.iter_mut().enumerate() {
@@ -42,7 +44,7 @@ pub fn combine_both<'a, E: Element, S: Isa>(
     }
 }
 
-/// Adds w times block `b` of a row to `sum`.
+/// Returns `sum`, the two packs of a block, plus w times block `b` of a row.
 #[inline(always)]
 fn add_block<E: Element, S: Isa>(sum: [Of<E::Acc, S>; 2], row: &[E], w: E::Acc, b: usize) -> [Of<E::Acc, S>; 2] {
     let w = Of::<E::Acc, S>::splat(w);
@@ -64,12 +66,12 @@ pub fn add_scaled<E: Element, S: Isa>(y: &mut [E::Acc], row: &[E], w: E::Acc) {
     }
 }
 
-/// Computes y_j += Σ_i w_ij·row_i for all rows y_j, four at a time. `rows` are of equal width, `weights` are (rows, k), and y
-/// is (k, width).
+/// Computes y_j += Σ_i w_ij·row_i for all rows y_j, four at a time. `rows` has any number of rows row_i of one width,
+/// `weights` has the w_ij (rows, k), and y is (k, width).
 #[inline(always)]
 pub fn add_products<E: Element, S: Isa>(rows: &[E], weights: &[E::Acc], k: usize, y: &mut [E::Acc]) {
     let width = y.len() / k;
-    // Returns for each row its weights of y_j, y_(j+1), ….
+    // Returns, for each row_i, the slice of its weights that begins with w_ij.
     let weights_of = |j: usize| weights.chunks_exact(k).map(move |weights| &weights[j..]);
     let (fours, rest) = y.split_at_mut(k / 4 * 4 * width);
     // Four rows of y together load each block of `rows` once.
@@ -107,7 +109,7 @@ pub fn add_products<E: Element, S: Isa>(rows: &[E], weights: &[E::Acc], k: usize
     }
 }
 
-/// Computes ⟨a, b⟩.
+/// Returns the inner product of a and b, which have one length.
 #[inline(always)]
 pub fn dot<E: Element, F: Element<Acc = E::Acc>, S: Isa>(a: &[E], b: &[F]) -> E::Acc {
     let whole = a.len() / PAIR_LANES;
@@ -123,7 +125,7 @@ pub fn dot<E: Element, F: Element<Acc = E::Acc>, S: Isa>(a: &[E], b: &[F]) -> E:
     total
 }
 
-/// Writes ⟨a, row⟩ for each row of the matrix `rows` to `to`, four rows at a time.
+/// Writes the inner product of `a` with each row of the matrix `rows` to `to`, four rows at a time.
 #[inline(always)]
 pub fn dots<E: Element, S: Isa>(a: &[E], rows: &[E::Acc], to: &mut [E::Acc]) {
     let d = a.len();

@@ -27,6 +27,7 @@ impl Tokenize {
             Tokenize::Mteval13a => {
                 let line = line.replace("<skipped>", "").replace("-\n", "").replace('\n', " ");
                 let line = line.replace("&quot;", "\"").replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">");
+                // Rules look at pairs of characters. Spaces at the ends let them apply to the first and last one, too.
                 split_punctuation(&format!(" {line} ")).into()
             }
             Tokenize::Chinese => split_punctuation(&set_apart(line.trim_matches(is_space), is_chinese)).into(),
@@ -50,6 +51,7 @@ fn set_apart(line: &str, is_word: impl Fn(char) -> bool) -> String {
 /// Applies mteval-v13a's rules: symbols become words, and so do periods and commas outside numbers, and a dash after a
 /// digit.
 fn split_punctuation(line: &str) -> String {
+    // The range of characters in mteval-v13a's rule for symbols includes the space.
     let is_symbol = |c: char| c.is_ascii_punctuation() && !matches!(c, '\'' | ',' | '-' | '.') || c == ' ';
     let is_point = |c: char| matches!(c, '.' | ',');
     let line = set_apart(line, is_symbol);
@@ -67,8 +69,8 @@ fn replace_pairs(line: &str, replace: impl Fn(char, char) -> Option<[char; 4]>) 
     let mut rest = line.chars().peekable();
     while let Some(c) = rest.next() {
         match rest.peek().and_then(|&next| replace(c, next)) {
-            Some(four) => {
-                replaced.extend(four);
+            Some(replacement) => {
+                replaced.extend(replacement);
                 rest.next(); // the pair's second character has been replaced, too
             }
             None => replaced.push(c),
@@ -90,13 +92,14 @@ fn is_chinese(c: char) -> bool {
 /// True if a text has no spaces between its words: more than half of its letters belong to words that are too long for
 /// their script.
 pub fn lacks_spaces<'a>(words: impl IntoIterator<Item = &'a str>) -> bool {
+    // `long_letters` counts letters of words that are too long, `all_letters` those of all words.
     let (mut long_letters, mut all_letters) = (0, 0);
     for word in words {
         // One limit for each letter whose script has no spaces between words.
         let limits: Vec<usize> = word.chars().filter_map(longest_word).collect();
         all_letters += word.chars().filter(|c| c.is_alphabetic()).count();
-        // A word with more such letters than the first letter's script allows must be several words.
-        if limits.first().is_some_and(|most| limits.len() > *most) {
+        // A word with more such letters than the script of the first one allows must be several words.
+        if limits.first().is_some_and(|limit| limits.len() > *limit) {
             long_letters += limits.len();
         }
     }

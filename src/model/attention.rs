@@ -89,6 +89,7 @@ impl Attention {
         let sinks = place.model.sinks.then(|| b.own("sinks", &[heads], &start, SumsOver::Nothing)).transpose()?;
         let value_embedding = ValueEmbedding::build(b, place, init)?;
         let softcap = place.model.score_softcap;
+        // QK-clip reads the heads' largest logits, and scales the projections down.
         let largest = b.heads(&in_weight, in_bias.as_ref(), heads, kv_heads)?;
         Ok(Attention {
             in_weight,
@@ -110,14 +111,14 @@ impl Attention {
     }
 
     /// Computes self-attention within each sentence, with `causal` to the past alone. x is (rows, d), or (3, rows, d)
-    /// if q, k and v have separate inputs.
+    /// if q, k and v have separate inputs. `inside` holds the residual scheme's changes inside the sublayer.
     pub fn attend(&self, x: &Tensor, ranges: &Ranges, causal: bool, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let (x, stacked) = self.stacked(x, inside, ctx)?;
-        // If nothing changes q, k or v by themselves, one kernel reads them from the stacked projection. Otherwise
-        // `heads` gets them one by one, and measures the scores itself.
+        // If nothing changes q, k or v separately, one kernel reads them from the stacked projection. Otherwise `heads`
+        // gets them as three tensors, and calls `measure` itself.
         if let (Ranges::Packed(table), true) = (ranges, self.stays_stacked(&stacked, inside, ctx)) {
-            let part = |start| stacked.f_narrow(1, start, self.d);
-            let (q, k) = (part(0)?, part(self.d)?);
+            let columns_from = |start| stacked.f_narrow(1, start, self.d);
+            let (q, k) = (columns_from(0)?, columns_from(self.d)?);
             self.measure([&q, &k], ranges, causal, ctx)?;
             let heads = stacked_attention(&stacked, table, self.heads, causal, self.scale, self.dropout(ctx))?;
             return self.output(heads, &x, inside, ctx);
@@ -126,7 +127,8 @@ impl Attention {
         self.output(self.heads(qkv.each_ref(), ranges, causal, ctx)?, &x, inside, ctx)
     }
 
-    /// Returns the queries' input and `[q|k|v]`. x is (rows, d), or (3, rows, d) if q, k and v have separate inputs.
+    /// Returns the input of the query projection and `[q|k|v]`, the three projections side by side. x is (rows, d), or
+    /// (3, rows, d) if q, k and v have separate inputs.
     fn stacked(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<(Tensor, Tensor)> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
         let is_apart = x.dim() > 2;
@@ -165,14 +167,17 @@ impl Attention {
         Extras { softcap: self.softcap, sinks: self.sinks.as_ref() }
     }
 
-    /// Returns (p, seed, site) of the dropout on attention weights in this pass; `None` if there is none.
+    /// Returns (p, seed, site) of the dropout on attention weights in this pass; `None` if there is none. p is the
+    /// rate, and `site` numbers this dropout among those of the pass.
     fn dropout<'a>(&self, ctx: &'a Context) -> Option<(f64, &'a Tensor, i64)> {
         // The site is counted even without dropout, so that later sites always have the same numbers.
         let (site, p) = (ctx.dropout_site(), ctx.rates.attention);
         ctx.seed.as_ref().filter(|_| p > 0.0).map(|seed| (p, seed, site))
     }
 
-    /// Computes attention from the queries of x to the keys and values that [`memory`](Self::memory) has returned.
+    /// Computes attention from the queries of x (rows, d) to the keys and values in `memory`, which
+    /// [`memory`](Self::memory) has returned. `ranges` says which rows of both belong to one sentence, and `inside`
+    /// holds the residual scheme's changes inside the sublayer.
     pub fn attend_memory(
         &self,
         x: &Tensor,
@@ -182,7 +187,8 @@ impl Attention {
         ctx: &Context,
     ) -> Result<Tensor> {
         let (x, q) = self.queries(x, inside, ctx)?;
-        self.output(self.heads([&q, &memory.0, &memory.1], ranges, false, ctx)?, &x, inside, ctx)
+        let ((k, v), causal) = (memory, false);
+        self.output(self.heads([&q, k, v], ranges, causal, ctx)?, &x, inside, ctx)
     }
 
     /// Computes the attention of [`attend_memory`](Self::attend_memory) in a decoding step. `reads` lists the memory
@@ -196,26 +202,29 @@ impl Attention {
         ctx: &Context,
     ) -> Result<Tensor> {
         let (x, q) = self.queries(x, inside, ctx)?;
-        self.output(self.read([&q, &memory.0, &memory.1], reads, ctx)?, &x, inside, ctx)
+        let (k, v) = memory;
+        self.output(self.read([&q, k, v], reads, ctx)?, &x, inside, ctx)
     }
 
-    /// Returns the input of the query projection (x after the scheme's changes), and the queries.
+    /// Returns the input of the query projection (x after the scheme's changes in `inside`), and the queries.
     fn queries(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<(Tensor, Tensor)> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
-        let q = self.project(&x, 0, self.d, ctx)?;
+        let q = self.project(&x, 0, self.d, ctx)?; // the matrix's first d rows belong to the queries
         let q = inside.at_heads(Point::Query, q, self.heads, &ctx.rows())?;
         Ok((x, q))
     }
 
-    /// Returns the keys and values of `memory`, the encoder output.
+    /// Returns the keys and values, (rows, kv_width), of `memory`, the encoder output (rows, d). `inside` holds the
+    /// residual scheme's changes inside the sublayer.
     pub fn memory(&self, memory: &Tensor, inside: &Inside, ctx: &Context) -> Result<(Tensor, Tensor)> {
+        // In the stacked matrix, the rows of keys and values follow the d rows of queries.
         let [k, v] = parts(self.project(memory, self.d, 2 * self.kv_width, ctx)?, [self.kv_width; 2])?;
         let change = |point, x| inside.at_heads(point, x, self.kv_heads, &ctx.rows());
         Ok((change(Point::Key, k)?, change(Point::Value, v)?))
     }
 
-    /// Splits `[q|k|v]` into queries, keys and values, with the scheme's changes and the rotation applied. x is the
-    /// input of the query projection.
+    /// Splits `[q|k|v]` into queries, keys and values, and applies the scheme's changes and the rotation by positions.
+    /// x is the input of the query projection.
     fn queries_keys_values(&self, stacked: Tensor, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<[Tensor; 3]> {
         let [q, k, v] = parts(stacked, [self.d, self.kv_width, self.kv_width])?;
         let v = match &self.value_embedding {
@@ -231,19 +240,22 @@ impl Attention {
         Ok([q, k, v])
     }
 
-    /// Computes a part of `[q|k|v]` from x, with `length` rows of the stacked q, k and v matrix, from row `start` on.
+    /// Projects x with `length` rows of the matrix in which the projections to q, k and v are stacked, from row `start`
+    /// on.
     fn project(&self, x: &Tensor, start: i64, length: i64, ctx: &Context) -> Result<Tensor> {
-        let part = |t: &Tensor| t.f_narrow(0, start, length);
-        ctx.linear(x, &part(&self.in_weight)?, self.in_bias.as_ref().map(part).transpose()?.as_ref())
+        let used_rows = |t: &Tensor| t.f_narrow(0, start, length);
+        let bias = self.in_bias.as_ref().map(used_rows).transpose()?;
+        ctx.linear(x, &used_rows(&self.in_weight)?, bias.as_ref())
     }
 
-    /// Computes self-attention within each new slot, for all its tokens at once; x is (rows, d). Writes the tokens'
-    /// keys and values to the cache from row `at` on.
+    /// Computes causal self-attention within each new slot (a text in the cache), for all its tokens at once; x is
+    /// (rows, d), and `own` says which rows form a slot. Writes the tokens' keys and values to the cache from
+    /// `first_row` on.
     pub fn begin(
         &self,
         x: &Tensor,
         cache: &mut Option<Cache>,
-        at: usize,
+        first_row: usize,
         own: &Ranges,
         inside: &Inside,
         ctx: &Context,
@@ -251,17 +263,19 @@ impl Attention {
         let (x, stacked) = self.stacked(x, inside, ctx)?;
         let qkv = self.queries_keys_values(stacked, &x, inside, ctx)?;
         let [_, k, v] = &qkv;
-        Cache::of(cache, k, WrittenRows::ROOM_OF_TEXT)?.write(k, v, at as i64)?;
-        self.output(self.heads(qkv.each_ref(), own, true, ctx)?, &x, inside, ctx)
+        Cache::of(cache, k, WrittenRows::ROOM_OF_TEXT)?.write(k, v, first_row as i64)?;
+        let causal = true;
+        self.output(self.heads(qkv.each_ref(), own, causal, ctx)?, &x, inside, ctx)
     }
 
     /// Computes self-attention for one more token in each slot of the cache; x is (slots, d). Writes the tokens' keys
-    /// and values to the cache from row `at` on; `reads` already includes these rows.
+    /// and values to the cache from `first_row` on. `reads` lists the rows that each slot reads, these new ones
+    /// included.
     pub fn step(
         &self,
         x: &Tensor,
         cache: &mut Option<Cache>,
-        at: usize,
+        first_row: usize,
         reads: &Reads,
         inside: &Inside,
         ctx: &Context,
@@ -269,7 +283,7 @@ impl Attention {
         let (x, stacked) = self.stacked(x, inside, ctx)?;
         let [q, k, v] = self.queries_keys_values(stacked, &x, inside, ctx)?;
         let cache = Cache::of(cache, &k, WrittenRows::ROOM_OF_STEP)?;
-        cache.write(&k, &v, at as i64)?;
+        cache.write(&k, &v, first_row as i64)?;
         self.output(self.read([&q, cache.keys.all(), cache.values.all()], reads, ctx)?, &x, inside, ctx)
     }
 
@@ -281,7 +295,8 @@ impl Attention {
             return reads.attention([q, k, v], self.heads, self.scale, &self.extras());
         }
         let (k, v, ranges) = reads.gathered([k, v], q.device())?;
-        self.heads([q, &k, &v], &ranges, false, ctx)
+        let causal = false; // each query attends to all rows that it reads
+        self.heads([q, &k, &v], &ranges, causal, ctx)
     }
 
     /// Returns the outputs of all heads side by side, (rows, d). The queries are (rows, d), and the keys and values are
@@ -303,14 +318,14 @@ impl Attention {
             // The attention operator supports neither softcap nor sinks.
             Ranges::Packed(table) if !extras.are_none() => {
                 let (k, v) = (self.for_each_query(k)?, self.for_each_query(v)?);
-                // The result of the CPU's kernel can be corrected for sinks afterwards.
+                // On the CPU a kernel computes attention without sinks, and `sink_attention` corrects the result.
                 if let (Extras { softcap: None, sinks: Some(sinks) }, Device::Cpu) = (extras, q.device()) {
                     let qkv = [q, &k, &v];
                     return sink_attention(qkv, sinks, table, self.heads, causal, self.scale, dropout);
                 }
                 operator::composed_attention([q, &k, &v], table, self.heads, causal, self.scale, &extras, dropout)
             }
-            // A causal mask and dropout depend on the queries' row numbers, which grouping changes.
+            // `among_groups` gives queries other row numbers, on which a causal mask and dropout depend.
             Ranges::Packed(table) if self.is_grouped() && !causal && dropout.is_none() => {
                 self.among_groups([q, k, v], table)
             }
@@ -334,15 +349,16 @@ impl Attention {
             return Ok(());
         }
         no_grad(|| {
-            let products = ranges.largest_product([q, &self.for_each_query(k)?], self.heads, causal)?;
+            let products = ranges.largest_product([q, &self.for_each_query(k)?], self.heads, causal)?; // (heads)
             let logits = products.f_mul_scalar(self.scale)?.f_to_kind(self.largest.kind())?;
+            // The update is in place, because the model's `AttentionHeads` share this tensor.
             self.largest.shallow_clone().f_copy_(&self.largest.f_maximum(&logits)?)?;
             Ok(())
         })
     }
 
-    /// Multiplies the joined heads by u-μP's factor and by the gate of x, then applies the output projection, with the
-    /// scheme's changes before and after it.
+    /// Returns the sublayer's output from the joined heads (rows, d). Multiplies them by u-μP's factor and by the gate
+    /// of x, then applies the output projection, with the scheme's changes before and after it.
     fn output(&self, heads: Tensor, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let rows: RowContext = ctx.rows();
         let heads = times(heads, self.heads_scale)?;
@@ -367,21 +383,25 @@ impl Attention {
         }
         let (shared, width) = (self.heads / self.kv_heads, self.d / self.heads); // query heads per key head, d_head
         let by_head = x.f_reshape([-1, self.kv_heads, 1, width].as_slice())?;
-        let repeated = by_head.f_expand([-1, -1, shared, -1].as_slice(), false)?;
+        let implicit = false; // an internal flag of PyTorch's
+        let repeated = by_head.f_expand([-1, -1, shared, -1].as_slice(), implicit)?;
         Ok(repeated.f_reshape([-1, self.d].as_slice())?)
     }
 
-    /// Computes attention without a causal mask and without dropout. Query heads that share keys and values become
-    /// rows of one head, so that keys and values are not repeated.
+    /// Computes attention without a causal mask and without dropout, (rows, d). Query heads that share keys and values
+    /// become rows of one head, so that keys and values are not repeated. `table` holds a range for each sentence.
     fn among_groups(&self, [q, k, v]: [&Tensor; 3], table: &Tensor) -> Result<Tensor> {
         let (shared, width) = (self.heads / self.kv_heads, self.d / self.heads); // query heads per key head, d_head
         let rows = q.f_reshape([-1, self.kv_heads, shared, width].as_slice())?.f_transpose(1, 2)?;
-        let rows = rows.f_reshape([-1, self.kv_width].as_slice())?; // (rows of q·shared, kv_width)
+        let rows = rows.f_reshape([-1, self.kv_width].as_slice())?; // (query rows·shared, kv_width)
 
-        // Each query becomes `shared` rows, so the queries' ranges grow by this factor; the keys' ranges stay.
+        // Each query becomes `shared` rows, so the queries' ranges grow by this factor; the keys' ranges stay. A row of
+        // the table is (q_start, q_len, k_start, k_len).
         let factors = Tensor::f_from_slice(&[shared, shared, 1, 1])?.f_to_device(table.device())?;
         let table = table.f_mul(&factors)?;
-        let heads = operator::attention(&rows, k, v, &table, self.kv_heads, false, self.scale, 0.0, None, 0)?;
+        let (causal, p, seed, site) = (false, 0.0, None, 0); // no mask and no dropout
+        let heads = operator::attention(&rows, k, v, &table, self.kv_heads, causal, self.scale, p, seed, site)?;
+        // The heads of each query, which are in several rows, come back into one row.
         let heads = heads.f_reshape([-1, shared, self.kv_heads, width].as_slice())?.f_transpose(1, 2)?;
         Ok(heads.f_reshape([-1, self.d].as_slice())?)
     }
@@ -390,38 +410,38 @@ impl Attention {
 impl Gate {
     /// Returns the heads' outputs (rows, d) times σ(W_g x).
     fn apply(&self, heads: Tensor, x: &Tensor, ctx: &Context) -> Result<Tensor> {
-        let gate = ctx.linear(x, &self.weight, self.bias.as_ref())?.f_sigmoid()?;
+        let gate = ctx.linear(x, &self.weight, self.bias.as_ref())?.f_sigmoid()?; // (rows, d) or (rows, heads)
         let is_by_element = gate.size() == heads.size();
         if is_by_element {
             return Ok(heads.f_mul(&gate)?);
         }
-        let by_head = heads.f_unflatten(-1, [gate.size()[1], -1].as_slice())?;
+        let by_head = heads.f_unflatten(-1, [gate.size()[1], -1].as_slice())?; // (rows, heads, d_head)
         Ok(by_head.f_mul(&gate.f_unsqueeze(-1)?)?.f_flatten(-2, -1)?)
     }
 }
 
-/// Splits the columns of a product into matrices of these widths.
+/// Splits the columns of a stacked projection, such as `[q|k|v]`, into matrices of these widths.
 fn parts<const N: usize>(stacked: Tensor, widths: [i64; N]) -> Result<[Tensor; N]> {
     let parts = stacked.f_split_with_sizes(widths.as_slice(), 1)?;
     Ok(parts.try_into().expect("as many parts as widths"))
 }
 
 impl Cache {
-    /// Returns the existing cache, or a new one with room for `times` as many rows as k has.
-    fn of<'a>(cache: &'a mut Option<Cache>, k: &Tensor, times: i64) -> Result<&'a mut Self> {
+    /// Returns the existing cache, or a new one with room for `room_factor` times the rows of k.
+    fn of<'a>(cache: &'a mut Option<Cache>, k: &Tensor, room_factor: i64) -> Result<&'a mut Self> {
         match cache {
             Some(cache) => Ok(cache),
             None => {
-                let empty = || WrittenRows::empty(k, times * k.size()[0]);
+                let empty = || WrittenRows::empty(k, room_factor * k.size()[0]);
                 Ok(cache.insert(Cache { keys: empty()?, values: empty()? }))
             }
         }
     }
 
-    /// Writes the rows of k and v into the cache, from row `at` on.
-    fn write(&mut self, k: &Tensor, v: &Tensor, at: i64) -> Result<()> {
-        self.keys.write(k, at)?;
-        self.values.write(v, at)
+    /// Writes the rows of k and v into the cache, from `first_row` on.
+    fn write(&mut self, k: &Tensor, v: &Tensor, first_row: i64) -> Result<()> {
+        self.keys.write(k, first_row)?;
+        self.values.write(v, first_row)
     }
 
     /// Keeps only the rows that `kept` lists: row kept[i] becomes row i.

@@ -37,6 +37,7 @@ impl AttentionHeads {
             let key_rows = (stacked.size()[0] - d) / 2; // values have as many rows as keys
             let (queries, keys) = ((0, d), (d, key_rows)); // the first row and the number of rows
             for (start, rows) in [queries, keys] {
+                // The query heads that share a key head are consecutive, so each row here is one key head's part.
                 let by_head = stacked.f_narrow(0, start, rows)?.f_view([self.kv_heads, -1].as_slice())?;
                 let _ = by_head.shallow_clone().f_mul_(&factors)?;
             }

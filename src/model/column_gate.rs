@@ -12,13 +12,14 @@ const BOUND: f64 = 0.02;
 pub struct ColumnGate(Tensor);
 
 impl ColumnGate {
-    /// Builds a gate that reads the first `columns` columns of an input of width `d_model`, or all if there are fewer.
+    /// Declares `gates` gates that read the first `columns` columns of an input of width `d_model`, or all if there are
+    /// fewer. `name` is the name of the module.
     pub fn build(b: &mut Builder, name: &str, gates: i64, columns: i64, d_model: i64) -> Result<Self> {
         let shape = [gates, columns.min(d_model)];
         Ok(ColumnGate(b.within(name, |b| b.parameter("weight", &shape, &Fill::UpTo { bound: BOUND }))?))
     }
 
-    /// Returns the gates (rows, gates) of x (rows, d_model), in the computing type.
+    /// Returns the gates σ(W x), (rows, gates), of x (rows, d_model), in the type of matrix products.
     pub fn of(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
         let weight = &self.0; // (gates, columns)
         let first_columns = x.f_narrow(-1, 0, weight.size()[1])?.f_contiguous()?;

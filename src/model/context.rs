@@ -182,12 +182,12 @@ impl Context {
         Context { spare: side.spare.as_ref().map(Tensor::shallow_clone), tokens, ..self.clone() }
     }
 
-    /// Returns the rows' tokens, int64 (rows).
+    /// Returns the rows' tokens, int64 (rows); errors in a pass without tokens.
     pub fn tokens(&self) -> Result<&Tensor> {
         self.tokens.as_ref().map(|(tokens, _)| tokens).ok_or_else(no_tokens)
     }
 
-    /// Returns the rows' positions in their sentences, int64 (rows).
+    /// Returns the rows' positions in their sentences, int64 (rows); errors in a pass without tokens.
     pub fn positions(&self) -> Result<&Tensor> {
         self.tokens.as_ref().map(|(_, positions)| positions).ok_or_else(no_tokens)
     }
@@ -215,13 +215,14 @@ impl Context {
         }
     }
 
-    /// Returns the same settings, which share all tensors and the counter of dropout sites.
+    /// Returns a copy of the settings, which shares all tensors and the counter of dropout sites.
     fn clone(&self) -> Self {
+        // Tensors have no `Clone`, so this function cannot be derived.
         let shared = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
         let (seed, spare) = (shared(&self.seed), shared(&self.spare));
         let (statistics, watch, kept_tensors, dropout_site) =
             (self.statistics.clone(), self.watch.clone(), self.kept_tensors.clone(), self.dropout_site.clone());
-        let tokens = self.tokens.as_ref().map(|(ids, places)| (ids.shallow_clone(), places.shallow_clone()));
+        let tokens = self.tokens.as_ref().map(|(ids, positions)| (ids.shallow_clone(), positions.shallow_clone()));
         let (rotation, flat, prepared) = (self.rotation.clone(), self.flat.clone(), self.prepared.clone());
         Context {
             seed,
@@ -258,7 +259,7 @@ impl Context {
         self.watch.as_deref().map_or(Ok(()), record)
     }
 
-    /// Computes y = x Wᵀ + b in the computing type; under u-μP, (x Wᵀ + b)·fan_in^(−1/2). x is (…, fan_in), W is
+    /// Computes y = x Wᵀ + b in the type of products; under u-μP, (x Wᵀ + b)·fan_in^(−1/2). x is (…, fan_in), W is
     /// (fan_out, fan_in).
     pub fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         // Products with prepared weights record no gradients.
@@ -276,7 +277,8 @@ impl Context {
         &self.kept_tensors
     }
 
-    /// Returns the next dropout site. Sites are numbered in order of execution, even if their rate is zero.
+    /// Returns the number of the next dropout in this pass, its site, which selects the dropout's mask. Sites are
+    /// numbered in order of execution, even if their rate is zero.
     pub fn dropout_site(&self) -> i64 {
         self.dropout_site.replace(self.dropout_site.get() + 1)
     }
@@ -291,12 +293,13 @@ impl Context {
         self.dropout_site.set(dropout_sites);
     }
 
-    /// Returns the facts about the packed rows that norms need. Rows that belong to no sentence are padding. During
-    /// profiling no statistics are updated.
+    /// Returns the facts about the pass and its packed rows that norms need. Rows that belong to no sentence are
+    /// padding.
     pub fn rows(&self) -> RowContext<'_> {
-        // Statistics are stored only if layers run again. Norms update none in a recomputation, nor in profiling.
-        let (is_recompute, statistics) =
-            (self.is_recompute || self.profile, self.recompute.then_some(&self.statistics));
+        // Norms update no statistics in a recomputation, and neither may a profiling pass.
+        let is_recompute = self.is_recompute || self.profile;
+        // Norms store the statistics that they use only if layers will run again for their gradients.
+        let statistics = self.recompute.then_some(&self.statistics);
         RowContext {
             train: self.train,
             is_recompute,

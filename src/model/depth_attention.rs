@@ -8,11 +8,13 @@ use crate::norm::composed::accumulate;
 use crate::operator::{evaluate, Differentiable};
 use tch::{Kind, Tensor};
 
-/// Reads the outputs v_0, v_1, …, each (…, d), with the query (d), or (queries, d), in which a gain is contained. The
-/// normed form sums up v_i/RMS(v_i). Returns the sum (…, d), or (queries, …, d), and the scores (…, queries, outputs),
-/// which have no gradient. In a training loop (`is_training`) the CPU's kernel computes it, which has no second
+/// Returns the sum Σ_i a_i v_i of the outputs v_0, v_1, …, each (…, d), with a = softmax_i⟨query, v_i/RMS(v_i)⟩, and
+/// the scores before the softmax. The normed form (`is_normed`) sums up v_i/RMS(v_i). The query is (d) or (queries, d);
+/// a gain on v_i is already multiplied into it. The sum is (…, d) or (queries, …, d). The scores, (…, queries,
+/// outputs), have no gradient. In a training loop (`is_training`) a kernel of the CPU computes both; it has no second
 /// derivative.
 pub fn attend(outputs: &[&Tensor], query: &Tensor, is_normed: bool, is_training: bool) -> Result<[Tensor; 2]> {
+    // The queries, (queries, d), in the type of sums.
     let u = query
         .f_to_kind(accumulation(outputs[0].kind()))?
         .f_view([-1, *query.size().last().expect("a query has numbers")])?;
@@ -40,21 +42,22 @@ impl DepthAttentionNode {
 }
 
 impl Differentiable for DepthAttentionNode {
+    /// Returns true: the backward pass needs the queries and the outputs.
     fn saves_inputs(&self) -> bool {
         true
     }
 
     /// Returns the sums x and the scores; the inputs are the queries, then the outputs v_0, v_1, …
     fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
-        self.with(inputs, |given| {
+        self.with(inputs, |operands| {
             // x is (queries, …, d), and the scores are (…, queries, outputs).
-            let (first, queries) = (&given.outputs[0], given.queries.size()[0]);
+            let (first, queries) = (&operands.outputs[0], operands.queries.size()[0]);
             let mut size = first.size();
             let x = Tensor::f_empty([&[queries], &size[..]].concat(), (first.kind(), first.device()))?;
-            size.pop();
-            size.extend([queries, given.outputs.len() as i64]);
-            let scores = Tensor::f_empty(size.as_slice(), (given.queries.kind(), first.device()))?;
-            kernel::forward(given, &x.f_unbind(0)?, &scores)?;
+            size.pop(); // d, in whose place the scores have two other dimensions
+            size.extend([queries, operands.outputs.len() as i64]);
+            let scores = Tensor::f_empty(size.as_slice(), (operands.queries.kind(), first.device()))?;
+            kernel::forward(operands, &x.f_unbind(0)?, &scores)?;
             Ok(vec![x, scores])
         })
     }
@@ -63,34 +66,37 @@ impl Differentiable for DepthAttentionNode {
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         // The scores, the second result, have no gradient.
         let Some(dx) = &gradients[0] else { return Ok(inputs.iter().map(|_| None).collect()) };
-        self.with(inputs, |given| {
-            let first = &given.outputs[0];
-            let du = Tensor::f_zeros(given.queries.size().as_slice(), (given.queries.kind(), first.device()))?;
-            let dv =
-                given.outputs.iter().map(|_| Tensor::f_empty(first.size().as_slice(), (first.kind(), first.device())));
-            let dv = dv.collect::<std::result::Result<Vec<_>, _>>()?;
-            kernel::backward(given, &dx.f_contiguous()?.f_unbind(0)?, &du, &dv)?;
+        self.with(inputs, |operands| {
+            let (first, queries) = (&operands.outputs[0], operands.queries);
+            let du = Tensor::f_zeros(queries.size().as_slice(), (queries.kind(), first.device()))?;
+            let empty = |_: &Tensor| Tensor::f_empty(first.size().as_slice(), (first.kind(), first.device()));
+            let dv = operands.outputs.iter().map(empty).collect::<std::result::Result<Vec<_>, _>>()?;
+            kernel::backward(operands, &dx.f_contiguous()?.f_unbind(0)?, &du, &dv)?;
             Ok(std::iter::once(du).chain(dv).map(Some).collect())
         })
     }
 }
 
-/// Computes the sums (queries, …, d) and the scores (…, queries, outputs) with tch's operations. `u` holds the queries,
-/// (queries, d), in the type of the computation.
+/// Computes what [`attend`] returns with tch's operations: the sums (queries, …, d) and the scores (…, queries,
+/// outputs). `u` holds the queries, (queries, d), in the type of sums.
 fn composed(outputs: &[&Tensor], u: &Tensor, is_normed: bool) -> Result<[Tensor; 2]> {
-    let parts = outputs.iter().map(|v| {
+    // Each output has scores ⟨u, v/RMS(v)⟩ and a scale 1/RMS(v).
+    let scores_and_scales = outputs.iter().map(|v| {
         let v = accumulate(v)?;
-        let mean = v.f_square()?.f_mean_dim([-1i64].as_slice(), true, None::<Kind>)?;
-        let scale = mean.f_add_scalar(EPS)?.f_rsqrt()?;
+        let keepdim = true;
+        let mean_square = v.f_square()?.f_mean_dim([-1i64].as_slice(), keepdim, None::<Kind>)?;
+        let scale = mean_square.f_add_scalar(EPS)?.f_rsqrt()?;
         Ok((v.f_linear::<&Tensor>(u, None)?.f_mul(&scale)?, scale)) // (…, queries), (…, 1)
     });
-    let (scores, scales): (Vec<_>, Vec<_>) = parts.collect::<Result<Vec<_>>>()?.into_iter().unzip();
+    let (scores, scales): (Vec<_>, Vec<_>) = scores_and_scales.collect::<Result<Vec<_>>>()?.into_iter().unzip();
     let scores = Tensor::f_stack(&scores, -1)?;
     let mut weights = scores.f_softmax(-1, None::<Kind>)?;
     if is_normed {
+        // The weight of v_i/RMS(v_i) becomes the weight of v_i.
         weights = weights.f_mul(&Tensor::f_cat(&scales, -1)?.f_unsqueeze(-2)?)?;
     }
     let weights = weights.f_to_kind(outputs[0].kind())?;
+    // Returns the weighted sum of the outputs for the query with this index.
     let sum = |query: i64| -> Result<Tensor> {
         let weight = |i: usize| weights.f_select(-2, query)?.f_narrow(-1, i as i64, 1);
         // The terms are added one by one: a stacked copy of all outputs would have to be kept for the backward pass.

@@ -88,7 +88,7 @@ impl Embeddings {
     }
 
     /// Returns drop(α_in(√d·W[token] + position)) of source tokens, (rows, d), in the parameters' type; d under the
-    /// root is the base model's width.
+    /// root is the base model's width. A model without a source table uses the target's.
     pub fn source(&self, input: &Packed, ctx: &Context) -> Result<Tensor> {
         self.embed(self.source.as_ref().unwrap_or(&self.target), &self.source_positions, input, ctx)
     }
@@ -100,7 +100,8 @@ impl Embeddings {
 
     /// Embeds the tokens with one side's table and positions, then applies dropout.
     fn embed(&self, table: &Tensor, positions: &PositionEmbedding, input: &Packed, ctx: &Context) -> Result<Tensor> {
-        let mut words = Tensor::f_embedding(table, &input.tokens, -1, false, false)?;
+        let (padding_id, scale_grad_by_freq, sparse) = (-1, false, false); // −1: no id counts as padding
+        let mut words = Tensor::f_embedding(table, &input.tokens, padding_id, scale_grad_by_freq, sparse)?;
         if self.fixnorm {
             words = fix_norm::fix_norm(&words)?;
         }
@@ -109,7 +110,7 @@ impl Embeddings {
             Some(positions) => words.f_add(&positions)?,
             None => words,
         };
-        let x = times(x, self.alpha)?;
+        let x = times(x, self.alpha)?; // α_in, a factor of the parametrisation
         operator::dropout(x, ctx.rates.embedding, ctx.seed.as_ref(), ctx.dropout_site())
     }
 
@@ -136,8 +137,8 @@ impl Embeddings {
         self.output_bias.as_ref()
     }
 
-    /// Returns logits, (rows, V), from h (rows, d), in the computing type `kind`. They are capped if there is a
-    /// softcap.
+    /// Returns logits, (rows, V), from h (rows, d), the decoder's output. `kind` is the type of matrix products. The
+    /// logits are capped if there is a softcap.
     pub fn logits(&self, h: &Tensor, kind: Kind) -> Result<Tensor> {
         let logits = linear(h, &self.output_weight()?, self.output_bias.as_ref(), kind, None)?;
         match self.softcap {
@@ -150,8 +151,8 @@ impl Embeddings {
 /// Returns the initialisation of a table of word embeddings.
 pub fn first_values(table: Table, config: &TransformerConfig, init: &init::Init) -> Fill {
     match config.fixnorm {
-        // A zero row has no direction, and its gradient under FixNorm would be 1e12. So padding's row starts like any
-        // other.
+        // FixNorm divides each row by its length. The gradient of a zero row would be 1e12, so padding's row starts
+        // like any other.
         true => Fill::Uniform { bound: fix_norm::INIT_BOUND },
         false => Fill::WithZeroRow(PAD, Box::new(init.table(table, &config.outline(), &config.options))),
     }

@@ -25,6 +25,7 @@ impl FeedForward {
     /// Declares the parameters of the feed-forward sublayer at this place.
     pub fn build(b: &mut Builder, place: &LayerContext, init: &Init, has_biases: bool) -> Result<Self> {
         let (d, f, activation) = (place.model.d_model, place.model.d_ff, place.model.activation);
+        // Declares the weight of a linear layer, and its bias if layers have biases.
         let mut layer = |name: &str, role, fan_in, fan_out| {
             b.within(name, |b| {
                 let weight = b.parameter("weight", &[fan_out, fan_in], &init.matrix(role, fan_in, fan_out, place))?;
@@ -41,7 +42,8 @@ impl FeedForward {
         Ok(FeedForward { weight1, bias1, weight2, bias2, activation, gate, unit })
     }
 
-    /// Computes the sublayer's function F(x), (rows, d), with the scheme's changes at the points inside it.
+    /// Computes the sublayer's function F(x), (rows, d). `inside` holds the residual scheme's changes at points inside
+    /// the sublayer.
     pub fn forward(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let rows = ctx.rows();
         let x = inside.at(Point::Input, x.shallow_clone(), &rows)?;

@@ -15,6 +15,7 @@ pub fn gather(x: &Tensor, rows: &Tensor, back: &Tensor, absent: &Tensor) -> Resu
     Ok(y)
 }
 
+/// The arguments of [`gather`] beside x.
 struct Gather {
     rows: Tensor,
     back: Tensor,
@@ -22,6 +23,7 @@ struct Gather {
 }
 
 impl Differentiable for Gather {
+    /// Returns false: the backward pass needs only the row numbers.
     fn saves_inputs(&self) -> bool {
         false
     }
@@ -31,10 +33,11 @@ impl Differentiable for Gather {
         Ok(vec![x[0].f_index_select(0, &self.rows)?])
     }
 
-    /// Returns the gradient of x, which the backward pass can compute without x.
+    /// Returns the gradient of x from that of the result, `None` if there is none. The first argument, saved inputs, is
+    /// empty.
     fn backward(&self, _: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         // A row of x has the gradient of its row in the result, or 0 if it is not there.
-        let back = |g: &Tensor| Ok(g.f_index_select(0, &self.back)?.f_masked_fill_(&self.absent, 0.0)?);
-        gradients.iter().map(|g| g.as_ref().map(back).transpose()).collect()
+        let gather_back = |g: &Tensor| Ok(g.f_index_select(0, &self.back)?.f_masked_fill_(&self.absent, 0.0)?);
+        gradients.iter().map(|g| g.as_ref().map(gather_back).transpose()).collect()
     }
 }

@@ -29,21 +29,22 @@ pub struct DeviceBuffer {
 const ALIGN: usize = 16;
 
 impl DeviceBuffer {
-    /// Copies the batch to the device: each of its tensors becomes a view of the buffer.
+    /// Copies the batch to a new buffer on the device: each of the batch's tensors becomes a view of the buffer.
     pub fn load(batch: &mut impl HostBatch, device: Device) -> Result<Self> {
         let tensors = batch.tensors();
         let buffer = DeviceBuffer { bytes: upload(&side_by_side(&tensors)?, device)? };
-        let mut start = 0;
+        let mut start = 0; // the offset of the next tensor in the buffer, in bytes
         for t in tensors {
             // The view of bytes becomes a view of the tensor's own type and shape.
-            let place = buffer.bytes.f_narrow(0, start as i64, length(t) as i64)?.f_view_dtype(t.kind())?;
+            let view = buffer.bytes.f_narrow(0, start as i64, length(t) as i64)?.f_view_dtype(t.kind())?;
             start += length(t).next_multiple_of(ALIGN);
-            *t = place.f_view(t.size().as_slice())?;
+            *t = view.f_view(t.size().as_slice())?;
         }
         Ok(buffer)
     }
 
-    /// Overwrites the buffer with another batch of the same shapes and types.
+    /// Overwrites the buffer with another batch of the same shapes and types. So the tensors of the first batch, which
+    /// are views of the buffer, get the new values.
     pub fn reload(&mut self, batch: &mut impl HostBatch) -> Result<()> {
         let bytes = side_by_side(&batch.tensors())?;
         if bytes.len() != self.bytes.numel() {
@@ -84,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hold_is_tensors_side_by_side() {
+    fn a_buffer_holds_tensors_side_by_side() {
         let batch = |by: i64| {
             let ids = Tensor::from_slice(&[1 + by, 2, 3]).view([3, 1]);
             let real = Tensor::from_slice(&[true, false, by > 0]);

@@ -16,22 +16,30 @@ use tch::{Kind, Tensor};
 
 /// The results of a read.
 pub struct JointRead {
-    /// H, for the sublayer's write. So the read gets the gradient that the write gives to H, and adds it to its own.
+    /// H, which the sublayer's write uses. So the read's backward pass also gets the write's gradient of H, and adds it
+    /// to its own.
     pub streams: Tensor,
     /// x, (…, d).
     pub x: Tensor,
-    /// m, (…, rows of W), in the type of the computation.
+    /// m, the product W vec(H) divided by the size of vec(H), (…, rows of W), in the type of sums.
     pub mixes: Tensor,
 }
 
-/// Reads streams (…, n, d). `parameters` are W (rows, n·d), s (1) and b (n), in the type of the computation. `by` names
-/// the size of vec(H) by which m is divided, and `eps` is p's ε. In a training loop (`is_training`) the CPU's kernel
-/// computes it, which has no second derivative.
-pub fn read(streams: &Tensor, parameters: [&Tensor; 3], by: Divisor, eps: f64, is_training: bool) -> Result<JointRead> {
+/// Reads x = Σ_i p_i h_i from the streams H (…, n, d), with p = σ(s m₀ + b) + ε and m = W vec(H) divided by the size of
+/// vec(H); m₀ is the first n numbers of m. `parameters` are W (rows, n·d), s (1) and b (n), in the type of sums.
+/// `divisor` names the size of vec(H), and `eps` is ε. In a training loop (`is_training`) a kernel of the CPU computes
+/// the read; it has no second derivative.
+pub fn read(
+    streams: &Tensor,
+    parameters: [&Tensor; 3],
+    divisor: Divisor,
+    eps: f64,
+    is_training: bool,
+) -> Result<JointRead> {
     if !is_training || streams.numel() == 0 {
-        return composed(streams, parameters, by, eps);
+        return composed(streams, parameters, divisor, eps);
     }
-    let node = JointReadNode { by, eps, kept: OnceCell::new() };
+    let node = JointReadNode { divisor, eps, kept: OnceCell::new() };
     let [weight, scale, bias] = parameters;
     let inputs = [streams, weight, scale, bias];
     let [streams, x, mixes] = evaluate(node, &inputs)?.try_into().expect("streams, x and m");
@@ -39,27 +47,32 @@ pub fn read(streams: &Tensor, parameters: [&Tensor; 3], by: Divisor, eps: f64, i
 }
 
 /// Computes the read with operators and tch's operations; the arguments are those of [`read`].
-fn composed(streams: &Tensor, [weight, scale, bias]: [&Tensor; 3], by: Divisor, eps: f64) -> Result<JointRead> {
+fn composed(streams: &Tensor, [weight, scale, bias]: [&Tensor; 3], divisor: Divisor, eps: f64) -> Result<JointRead> {
     let flat = accumulate(&streams.f_flatten(-2, -1)?)?; // (…, n·d)
-    let normed = match by {
-        Divisor::RootMeanSquare(eps) => unit_rms(&flat, eps)?,
-        Divisor::Norm(eps) => unit(&flat, eps)?,
+    let normed = match divisor {
+        Divisor::RootMeanSquare(least) => unit_rms(&flat, least)?,
+        Divisor::Norm(least) => unit(&flat, least)?,
     };
     let mixes = normed.f_linear::<&Tensor>(weight, None)?;
+    // The logits of p come from m₀, the first n numbers of m.
     let logits = mixes.f_narrow(-1, 0, bias.size1()?)?.f_mul(scale)?.f_add(bias)?;
     let p = logits.f_sigmoid()?.f_add_scalar(eps)?;
-    let x = mix_streams(streams, &p.f_unsqueeze(-2)?, None)?.f_squeeze_dim(-2)?;
+    let added = None; // the sum alone, without a sublayer output
+    let x = mix_streams(streams, &p.f_unsqueeze(-2)?, added)?.f_squeeze_dim(-2)?;
     Ok(JointRead { streams: streams.shallow_clone(), x, mixes })
 }
 
 struct JointReadNode {
-    by: Divisor,
+    divisor: Divisor,
+    /// The ε that is added to p.
     eps: f64,
-    /// m, σ(s m₀ + b), r and c/⟨dm, m⟩, (positions, …), which the forward pass keeps for the backward pass.
+    /// m, σ(s m₀ + b), r and c/⟨dm, m⟩, (positions, …), which the forward pass keeps for the backward pass. r is one
+    /// over the size of vec(H); c is the factor of H in H's gradient through r.
     kept: OnceCell<[Tensor; 4]>,
 }
 
 impl Differentiable for JointReadNode {
+    /// Returns true: the backward pass needs H, W, s and b.
     fn saves_inputs(&self) -> bool {
         true
     }
@@ -67,21 +80,22 @@ impl Differentiable for JointReadNode {
     /// Returns H, x and m for the inputs H, W, s and b, and keeps what the backward pass needs.
     fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
         let [streams, weight, scale, bias] = &inputs[..] else { unreachable!("H, W, s and b") };
-        // H is also an output, and an input cannot be one: so this is another tensor on H's memory.
+        // H is also an output, and autograd lets no function return its input. So this is another tensor on H's memory.
         let streams = streams.f_detach()?.f_contiguous()?;
         let size = streams.size();
         let [around @ .., n, d] = &size[..] else { unreachable!("streams are (…, n, d)") };
         let shape = shape(&streams, weight);
-        let computed = accumulation(streams.kind());
+        let sums_kind = accumulation(streams.kind());
         // Makes a tensor (…, last) for a result of each position.
         let empty =
             |last: i64, kind: Kind| Tensor::f_empty([around, &[last]].concat().as_slice(), (kind, streams.device()));
-        let (x, mixes) = (empty(*d, streams.kind())?, empty(shape.rows, computed)?);
-        let (sigmoids, scales, slopes) = (empty(*n, computed)?, empty(1, computed)?, empty(1, computed)?);
+        let (x, mixes) = (empty(*d, streams.kind())?, empty(shape.rows, sums_kind)?);
+        let (sigmoids, scales, slopes) = (empty(*n, sums_kind)?, empty(1, sums_kind)?, empty(1, sums_kind)?);
         let parameters = [&weight.f_contiguous()?, &bias.f_contiguous()?];
         let numbers = [scale.f_double_value(&[0])?, self.eps];
         let results = [&x, &mixes, &sigmoids, &scales, &slopes];
-        kernel::forward(shape, &streams, parameters, numbers, self.by, results)?;
+        kernel::forward(shape, &streams, parameters, numbers, self.divisor, results)?;
+        // The dimensions before the last become one, of all positions.
         let rows = |t: &Tensor| t.f_detach()?.f_view([shape.positions, *t.size().last().expect("a last dimension")]);
         let kept = [rows(&mixes)?, rows(&sigmoids)?, rows(&scales)?, rows(&slopes)?];
         self.kept.set(kept).expect("the forward pass runs once");
@@ -92,7 +106,7 @@ impl Differentiable for JointReadNode {
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         let [streams, weight, scale, bias] = &inputs[..] else { unreachable!("H, W, s and b") };
         let forward = self.kept.get().expect("the forward pass has kept them").each_ref();
-        // `written` is the gradient that the sublayer's write gives to H.
+        // `written` is the gradient that the sublayer's write gives to H. The kernel adds the read's own to it.
         let [written, dx, dm] = &gradients[..] else { unreachable!("a gradient for each result") };
         let shape = shape(streams, weight);
         let (streams, weight) = (streams.f_contiguous()?, weight.f_contiguous()?);
@@ -113,7 +127,7 @@ impl Differentiable for JointReadNode {
     }
 }
 
-/// Returns the sizes of a read from streams (…, n, d) and W (rows, n·d).
+/// Returns the sizes of a read from streams (…, n, d) and W (rows, n·d). `positions` counts the places before n and d.
 fn shape(streams: &Tensor, weight: &Tensor) -> ReadShape {
     let size = streams.size();
     let [around @ .., n, d] = &size[..] else { unreachable!("streams are (…, n, d)") };

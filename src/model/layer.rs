@@ -100,7 +100,10 @@ impl Layer {
     ) -> Result<Self> {
         let begin = BuiltChanges::build(b, place, &declared.begin)?;
         let mut sublayers = Vec::new();
+        // `around` is the connection around the sublayer, `inside` are the changes inside it, and `scale` multiplies
+        // F(x).
         for (place, SublayerSpec { around, inside, scale }) in place.each().zip(&declared.sublayers) {
+            // "Apart" means that q, k and v have separate inputs.
             let reads_apart = around.mixing.as_ref().is_some_and(Mixing::reads_apart);
             let is_apart = reads_apart || inside.iter().any(|(point, _)| Point::INPUTS.contains(point));
             if is_apart && place.model.tensorized.is_some() {
@@ -131,6 +134,7 @@ impl Layer {
 
     /// Returns how many of the streams' tensors the layer leaves unchanged, for later layers to read.
     pub fn keeps(&self, streams: &Streams) -> usize {
+        // Later sublayers change no more tensors than the first one: they only add to the last tensor, or new ones.
         let first_mixing = self.sublayers.first().and_then(|branch| branch.around.mixing.as_ref());
         let tensors = streams.others.len() + 1; // x is one of them
         first_mixing.map_or(0, |mixing| mixing.keeps(tensors))
@@ -148,8 +152,9 @@ impl BuiltSublayer {
     pub fn input(&self, streams: &mut Streams, ctx: &Context) -> Result<Tensor> {
         let x = match &self.around.mixing {
             Some(mixing) => {
-                let (x, unwritten) =
-                    mixing.read(&streams.tensors().collect::<Vec<_>>(), ctx.watch(), ctx.has_flat())?;
+                let tensors: Vec<&Tensor> = streams.tensors().collect();
+                let is_training = ctx.has_flat(); // only training loops on a CPU have flat buffers
+                let (x, unwritten) = mixing.read(&tensors, ctx.watch(), is_training)?;
                 streams.unwritten = unwritten;
                 x
             }
@@ -185,8 +190,8 @@ impl BuiltSublayer {
         // In a profiling pass, r is the standard deviation so far, and the gain on x is the ω that gets this value.
         let deviation = match (&streams.deviation, &alpha) {
             (Some(r), Some(omega)) => {
-                let branch = beta.as_ref().map(|beta| f.f_mul(&beta.f_to_kind(f.kind())?)).transpose()?;
-                Some(no_grad(|| profile(omega, r, x, branch.as_ref().unwrap_or(&f), (p, seed, site)))?)
+                let scaled = beta.as_ref().map(|beta| f.f_mul(&beta.f_to_kind(f.kind())?)).transpose()?; // β⊙f
+                Some(no_grad(|| profile(omega, r, x, scaled.as_ref().unwrap_or(&f), (p, seed, site)))?)
             }
             _ => None,
         };
@@ -197,7 +202,8 @@ impl BuiltSublayer {
             operator::Step { x: s, alpha: alpha.as_ref(), beta: beta.as_ref(), ..step }.add()
         });
         let others = others.collect::<Result<_>>()?;
-        // The norm that reads the sum directly, if it can be computed in the same step. A watch sees every norm alone.
+        // `fused` is the norm that reads the sum directly, if one step can compute both. With a watch there is none,
+        // because a watch must see each norm's output.
         let fused = match after.is_empty() {
             _ if ctx.watch().is_some() => None,
             true => next.map(|norm| norm.row()).transpose()?.flatten(),
@@ -213,8 +219,9 @@ impl BuiltSublayer {
     }
 }
 
-/// Sets ω to r, and returns the next r = √(Var(ωx) + Var(drop f)), a variance over all elements (docs/spec.md §3.4).
-/// (p, seed, site) are the rate, the seed and the site of the dropout. Errors if r is not finite.
+/// Sets the gain ω on x to r, the standard deviation of the residual stream so far. Returns the next one, √(Var(ωx) +
+/// Var(drop f)), with variances over all elements (docs/spec.md §3.4). (p, seed, site) are the rate, the seed and the
+/// site of the dropout. Errors if r is not finite.
 fn profile(
     omega: &Tensor,
     r: &Tensor,
@@ -222,6 +229,7 @@ fn profile(
     f: &Tensor,
     (p, seed, site): (f64, Option<&Tensor>, i64),
 ) -> Result<Tensor> {
+    // r has one element, so its sum is its value.
     let gain = r.f_sum(Kind::Double)?.f_double_value(&[])?;
     if !gain.is_finite() {
         return Err(Error::invalid(format!(
@@ -233,6 +241,7 @@ fn profile(
     let mut omega = omega.shallow_clone();
     omega.f_copy_(&r.f_expand_as(&omega)?)?;
     let dropped = operator::dropout(f.shallow_clone(), p, seed, site)?;
-    let variance = |t: &Tensor| t.f_to_kind(r.kind())?.f_var(false);
+    let unbiased = false; // divide by the number of elements
+    let variance = |t: &Tensor| t.f_to_kind(r.kind())?.f_var(unbiased);
     Ok(variance(&x.f_mul(&omega)?)?.f_add(&variance(&dropped)?)?.f_sqrt()?)
 }

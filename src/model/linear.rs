@@ -29,7 +29,8 @@ pub struct FlatParameter {
 }
 
 impl FlatBuffers {
-    /// Wraps contiguous buffers of equal length, one with the parameters and one with their gradients.
+    /// Wraps contiguous buffers of equal length, one with the parameters and one with their gradients. `kind` is the
+    /// type of matrix products.
     pub fn new(parameters: &Tensor, gradients: &Tensor, kind: Kind) -> Result<Self> {
         let cast = parameters.f_detach()?.f_to_kind(kind)?;
         Ok(FlatBuffers { parameters: parameters.shallow_clone(), gradients: gradients.shallow_clone(), cast })
@@ -61,7 +62,7 @@ impl FlatBuffers {
     }
 }
 
-/// Computes y = x Wᵀ + b in the computing type, whatever the types of x and of the parameters; x is (…, columns of W).
+/// Computes y = x Wᵀ + b in the type `kind`, whatever the types of x and of the parameters; x is (…, columns of W).
 ///
 /// If W and b are in the flat buffers `flat`, the backward pass adds their gradients directly to the buffers.
 pub fn linear(
@@ -93,7 +94,7 @@ struct FlatLinear {
 }
 
 impl FlatLinear {
-    /// Finds the layer's parameters in the flat buffers; returns `None` if one of them is not there.
+    /// Finds a linear layer's weight and bias in the flat buffers; returns `None` if one of them is not there.
     fn of(flat: &FlatBuffers, weight: &Tensor, bias: Option<&Tensor>) -> Result<Option<Self>> {
         let Some(weight) = flat.place(weight)? else { return Ok(None) };
         let bias = match bias {
@@ -122,6 +123,7 @@ pub(super) fn times(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Ten
 }
 
 impl Differentiable for FlatLinear {
+    /// Returns true: the backward pass needs x for the gradient of W.
     fn saves_inputs(&self) -> bool {
         true
     }

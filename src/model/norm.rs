@@ -35,6 +35,7 @@ pub enum StepNorm<'a> {
 impl Deref for StepNorm<'_> {
     type Target = BoundRowNorm;
 
+    /// Returns the norm, borrowed or owned.
     fn deref(&self) -> &BoundRowNorm {
         match self {
             StepNorm::Borrowed(norm) => norm,
@@ -131,7 +132,7 @@ impl NormParameters {
 /// Declares the parameters of a norm and builds the norm in the form that its specification and its options choose.
 /// `context` is the norm's place in the model: its width and the options' values.
 pub fn build(spec: &Spec, b: &mut Builder, context: &NormContext) -> Result<Box<dyn Norm>> {
-    let given = spec.at(context);
+    let given = spec.at(context); // the values of the norm's own options at this place
     let mut affine = NormParameters { inside: Vec::new(), weight: None, bias: None };
     for parameter in spec.parameters {
         let built = parameter_of(parameter, &given, b, context)?;
@@ -146,13 +147,13 @@ pub fn build(spec: &Spec, b: &mut Builder, context: &NormContext) -> Result<Box<
         // PyTorch's operations compute x̂, or in the second form all of y, weight and bias included.
         Form::Composed(x_hat) => Box::new(BuiltComposedNorm { x_hat, affine, given }),
         Form::Whole(y) => Box::new(BuiltWholeNorm { y, parameters: affine.in_order(spec), given }),
-        // Kernels read the parameters themselves. If these must be transformed first, each call does that.
+        // Kernels read the parameters p themselves. If they need factor·(offset + p), each call computes it first.
         Form::Rows(kernels) if affine.is_plain() => Box::new(affine.bind(RowNormOp::of(kernels), eps)?),
         Form::Rows(kernels) => Box::new(TransformedRowNorm { operator: RowNormOp::of(kernels), affine, eps }),
         // The package has an operator for this norm alone.
         Form::Operator(own) => Box::new(BuiltCompositeNorm { own, affine, given, eps }),
         Form::Columns(kernels) => {
-            // The clock t is `None`: only norms that fade have one, and these are blended.
+            // Only norms that fade have a clock, and those have the form `Blended`. So there is no clock here.
             let (norm, _clock) = running::build(spec, kernels, affine, b, context, &given)?;
             Box::new(norm)
         }
@@ -163,8 +164,9 @@ pub fn build(spec: &Spec, b: &mut Builder, context: &NormContext) -> Result<Box<
     })
 }
 
-/// Declares one parameter; returns `None` if the options leave the parameter out. With `elementwise_affine` off, an
-/// affine parameter becomes a constant, or `None` if the constant would not change the norm.
+/// Declares one parameter; returns `None` if the options leave the parameter out. `given` holds the norm's arguments.
+/// With `elementwise_affine` off, an affine parameter becomes a constant, or `None` if the constant would not change
+/// the norm.
 fn parameter_of(
     parameter: &Parameter,
     given: &NormArgs,
@@ -184,8 +186,10 @@ fn parameter_of(
     }
     // All parameters are learned, except affine ones with `elementwise_affine` off.
     if !parameter.is_affine() || given.value("elementwise_affine").is_none_or(|flag| flag == true) {
+        // A gain's usual initial value is multiplied by the factor that the scheme sets at this place.
+        let start_factor = if parameter.is_gain { context.start } else { 1.0 };
         let fill = match numbers.std {
-            0.0 => Fill::Constant(numbers.first(if parameter.is_gain { context.start } else { 1.0 })),
+            0.0 => Fill::Constant(numbers.first(start_factor)),
             std => Fill::Normal { std },
         };
         let p = b.own(parameter.name, &parameter.shape.of(given), &fill, parameter.sums_over)?;
@@ -202,10 +206,12 @@ fn parameter_of(
 }
 
 impl Norm for BoundRowNorm {
+    /// Returns N(x), computed by row kernels.
     fn forward(&self, x: &Tensor, _: &RowContext) -> Result<Tensor> {
         self.call(x)
     }
 
+    /// Returns the norm itself, whose parameters kernels can read as they are.
     fn row(&self) -> Result<Option<StepNorm<'_>>> {
         Ok(Some(StepNorm::Borrowed(self)))
     }
@@ -219,10 +225,12 @@ struct TransformedRowNorm {
 }
 
 impl Norm for TransformedRowNorm {
+    /// Returns N(x), computed by row kernels from the parameters' current values factor·(offset + p).
     fn forward(&self, x: &Tensor, _: &RowContext) -> Result<Tensor> {
         self.affine.bind(self.operator, self.eps)?.call(x)
     }
 
+    /// Returns row kernels bound to the parameters' current values factor·(offset + p).
     fn row(&self) -> Result<Option<StepNorm<'_>>> {
         Ok(Some(StepNorm::Owned(self.affine.bind(self.operator, self.eps)?)))
     }
@@ -236,6 +244,7 @@ struct BuiltComposedNorm {
 }
 
 impl Norm for BuiltComposedNorm {
+    /// Returns weight⊙x̂ + bias, in which a formula of PyTorch's operations computes x̂ from x.
     fn forward(&self, x: &Tensor, _: &RowContext) -> Result<Tensor> {
         let [weight, bias] = self.affine.values()?;
         composed::apply(self.x_hat, x, &self.affine.numbers()?, (weight.as_ref(), bias.as_ref()), &self.given)
@@ -250,6 +259,7 @@ struct BuiltWholeNorm {
 }
 
 impl Norm for BuiltWholeNorm {
+    /// Returns y, which a formula of PyTorch's operations computes from x and all parameters.
     fn forward(&self, x: &Tensor, _: &RowContext) -> Result<Tensor> {
         composed::whole(self.y, x, &values_of(&self.parameters)?, &self.given)
     }
@@ -264,6 +274,7 @@ struct BuiltCompositeNorm {
 }
 
 impl Norm for BuiltCompositeNorm {
+    /// Returns N(x), computed by the norm's own operator.
     fn forward(&self, x: &Tensor, _: &RowContext) -> Result<Tensor> {
         let [weight, _] = self.affine.values()?;
         operator::own_norm(self.own, x, weight.as_ref(), &self.given)
@@ -285,6 +296,7 @@ struct BuiltOwnNorm {
 }
 
 impl Norm for BuiltOwnNorm {
+    /// Returns y, which a user's function computes from x and the parameters that the norm's options leave in.
     fn forward(&self, x: &Tensor, _: &RowContext) -> Result<Tensor> {
         let values: Vec<Tensor> = values_of(&self.parameters)?.into_iter().flatten().collect();
         operator::norm_of_ones_own(self.own, x, &values)

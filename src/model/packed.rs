@@ -80,7 +80,7 @@ impl Packed {
         })
     }
 
-    /// Returns the same sentences on the host, each filled up with [`PAD`] to the length of the longest. No token
+    /// Returns the same sentences on the host, each filled up with [`PAD`] to the length of the longest one. No token
     /// attends to the added rows.
     pub fn with_padding(&self) -> Result<Self> {
         let tokens: Vec<i64> = host("tokens", &self.tokens)?;
@@ -95,9 +95,9 @@ impl Packed {
             })
             .collect();
         let padded = Packed::of(&rows.iter().map(Vec::as_slice).collect::<Vec<_>>())?;
-        // 1 at real tokens, 0 at padding.
+        // `real` is 1 at real tokens and 0 at padding.
         let real: Vec<f32> =
-            self.lengths.iter().flat_map(|n| (0..longest as i64).map(move |i| f32::from(i < *n))).collect();
+            self.lengths.iter().flat_map(|len| (0..longest as i64).map(move |i| f32::from(i < *len))).collect();
         let real = Tensor::f_from_slice(&real)?;
         let spare = Some(real.f_eq(0.0)?);
         Ok(Packed { lengths: self.lengths.clone(), real: Some(real.f_unsqueeze(1)?), spare, ..padded })
@@ -136,7 +136,8 @@ impl Packed {
         let (sentences, length) = padded.size2()?;
         let rows: Vec<Vec<i64>> = (0..sentences)
             .map(|i| {
-                ids[(i * length) as usize..((i + 1) * length) as usize].iter().copied().filter(|t| *t != PAD).collect()
+                let row = &ids[(i * length) as usize..((i + 1) * length) as usize];
+                row.iter().copied().filter(|token| *token != PAD).collect()
             })
             .collect();
         if let Some(bad) = rows.iter().flatten().find(|t| !(0..vocab_size).contains(*t)) {
@@ -150,7 +151,7 @@ impl Packed {
     pub fn unpack(&self, rows: &Tensor, padded: &Tensor) -> Result<Tensor> {
         let width = rows.size()[1];
         let is_real = padded.f_to_device(rows.device())?.f_ne(PAD)?;
-        let places = is_real.f_reshape([-1i64].as_slice())?.f_nonzero()?.f_squeeze_dim(1)?;
+        let places = is_real.f_reshape([-1i64].as_slice())?.f_nonzero()?.f_squeeze_dim(1)?; // indices in the flat batch
         let out = Tensor::f_zeros([padded.numel() as i64, width].as_slice(), (rows.kind(), rows.device()))?;
         let (batch, length) = padded.size2()?;
         Ok(out.f_index_copy(0, &places, rows)?.f_reshape([batch, length, width].as_slice())?)

@@ -40,12 +40,12 @@ impl Parameters {
         self.buffers.iter().map(|(name, t)| (name.as_str(), t))
     }
 
-    /// True if a norm keeps statistics of batches.
+    /// True if a norm keeps statistics of batches: each such norm has declared a counter in `refused`.
     pub fn have_statistics(&self) -> bool {
         !self.refused.is_empty()
     }
 
-    /// True if a norm keeps statistics that count updates, as PowerNorm does.
+    /// True if a norm keeps statistics that count updates, as PowerNorm does in its buffer `iters`.
     pub fn count_updates(&self) -> bool {
         self.buffers.iter().any(|(name, _)| name.ends_with(".iters"))
     }
@@ -179,7 +179,8 @@ impl<'a> Builder<'a> {
         Ok(tensor)
     }
 
-    /// Returns a scheme's parameter of this name if it exists already, else declares a new one.
+    /// Returns a scheme's parameter of this name if it exists already, else declares a new one. `sums_over` is the
+    /// dimension over which products with the parameter are summed.
     pub fn shared(&mut self, name: &str, shape: &[i64], fill: &Fill, sums_over: SumsOver) -> Result<Tensor> {
         let full = self.full(name);
         match self.made.names.iter().position(|made| *made == full) {

@@ -44,7 +44,10 @@ impl PositionEmbedding {
                 let table = sinusoids.table(input.end, kind, input.positions.device())?;
                 table.f_index_select(0, &input.positions)?
             }
-            PositionEmbedding::Learned(table) => Tensor::f_embedding(table, &input.positions, -1, false, false)?,
+            PositionEmbedding::Learned(table) => {
+                let (padding_id, scale_grad_by_freq, sparse) = (-1, false, false); // −1: no position counts as padding
+                Tensor::f_embedding(table, &input.positions, padding_id, scale_grad_by_freq, sparse)?
+            }
         };
         match &input.real {
             Some(real) => Ok(Some(rows.f_mul(&real.f_to_kind(rows.kind())?)?)),
@@ -66,7 +69,7 @@ impl Rotary {
 
     /// Returns the rotation for each row of the input. `kind` is the type of matrix products.
     pub fn rotation(&self, input: &Packed, kind: Kind) -> Result<Rotation> {
-        let kind = accumulation(kind);
+        let kind = accumulation(kind); // angles of late positions need more than 16 bits
         let table = self.0.table(input.end, kind, input.positions.device())?;
         let rows = table.f_index_select(0, &input.positions)?.f_unsqueeze(1)?; // (rows, 1, d_head)
         let [cos, sin] = halves(&rows)?;

@@ -22,6 +22,7 @@ struct KeptWeight {
 }
 
 impl std::fmt::Debug for PreparedWeights {
+    /// Writes only the type's name, because the weights are too long to print.
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         f.write_str("PreparedWeights")
     }
@@ -38,7 +39,8 @@ pub enum PreparedWeight {
 impl PreparedWeights {
     /// Computes y = xWᵀ + b in the computing type `kind`. The first call with a weight prepares it, with its bias.
     pub fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Tensor> {
-        // A weight without memory has no address that could be the key, so nothing is kept.
+        // A weight without memory of its own, such as a fake tensor, has no address that could be the key. So nothing
+        // is kept.
         if !has_memory(weight) {
             return PreparedWeight::new(weight, bias, kind)?.linear(x, kind);
         }
@@ -60,7 +62,8 @@ impl PreparedWeights {
 }
 
 impl PreparedWeight {
-    /// Prepares W (n, k) and b (n). On the CPU, f32 and f64 weights are packed for this package's product.
+    /// Prepares W (outputs, inputs) and b (outputs) for products of the type `kind`. On the CPU, f32 and f64 weights
+    /// are packed for this package's product.
     pub fn new(weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Self> {
         let cast = |t: &Tensor| t.f_detach()?.f_to_kind(kind)?.f_contiguous();
         let (weight, bias) = (cast(weight)?, bias.map(cast).transpose()?);

@@ -52,12 +52,12 @@ impl Ranges {
     /// follows the sentence, attends to all real tokens. The ranges are on the host, in the form that `device` needs.
     pub fn causal(sentences: &Packed, device: Device) -> Result<Self> {
         let mut table = Vec::new();
-        for (ends, &real) in sentences.offsets.windows(2).zip(&sentences.lengths) {
+        for (ends, &real_len) in sentences.offsets.windows(2).zip(&sentences.lengths) {
             let (start, end) = (ends[0], ends[1]);
             // Each range is (q_start, q_len, k_start, k_len). A range's last query reads all its keys, so each row of
             // padding has a range of its own.
-            table.extend([start, real, start, real]);
-            table.extend((start + real..end).flat_map(|padding| [padding, 1, start, real]));
+            table.extend([start, real_len, start, real_len]);
+            table.extend((start + real_len..end).flat_map(|padding| [padding, 1, start, real_len]));
         }
         let (rows, is_causal) = (sentences.rows(), true);
         Ranges::fitting(&table, [rows, rows], sentences.padded_shape.zip(sentences.padded_shape), is_causal, device)
@@ -72,14 +72,16 @@ impl Ranges {
     }
 
     /// Returns the largest q·k of each head, (heads), over all pairs of a query and a key that it attends to; −∞ if
-    /// there are none.
+    /// there are none. `qk` holds the queries and the keys as packed rows, (rows, d).
     pub fn largest_product(&self, qk: [&Tensor; 2], heads: i64, causal: bool) -> Result<Tensor> {
         let kind = accumulation(qk[0].kind());
         let mut largest = Tensor::f_full([heads].as_slice(), f64::NEG_INFINITY, (kind, qk[0].device()))?;
         self.each_product(qk, heads, causal, |products, seen| {
             let products = products.f_masked_fill(&seen.f_logical_not()?, f64::NEG_INFINITY)?;
-            let by_sentence = products.f_amax([-2i64, -1].as_slice(), false)?.f_reshape([-1, heads].as_slice())?;
-            largest = largest.f_maximum(&by_sentence.f_amax([0i64].as_slice(), false)?)?;
+            // Products are (…, heads, queries, keys), so this is the largest per sentence and head.
+            let keepdim = false;
+            let by_sentence = products.f_amax([-2i64, -1].as_slice(), keepdim)?.f_reshape([-1, heads].as_slice())?;
+            largest = largest.f_maximum(&by_sentence.f_amax([0i64].as_slice(), keepdim)?)?;
             Ok(())
         })?;
         Ok(largest)
@@ -95,7 +97,7 @@ impl Ranges {
         causal: bool,
         mut visit: impl FnMut(Tensor, Tensor) -> Result<()>,
     ) -> Result<()> {
-        // Splits rows into heads, (…, heads, rows, d_head).
+        // Splits rows into heads, (…, heads, rows, d_head), in f32 or f64 and without gradients.
         let split = |t: &Tensor| -> Result<Tensor> {
             let t = if t.kind() == Kind::Double { t.f_detach()? } else { t.f_detach()?.f_to_kind(Kind::Float)? };
             Ok(t.f_unflatten(-1, [heads, -1].as_slice())?.f_transpose(-3, -2)?)
@@ -103,7 +105,7 @@ impl Ranges {
         let table = match self {
             Ranges::Packed(table) => table,
             Ranges::Padded(padded) => {
-                let [q, k, _] = padded.side_by_side([q, k, k])?;
+                let [q, k, _] = padded.side_by_side([q, k, k])?; // it takes values too, which are not needed here
                 return visit(split(&q)?.f_matmul(&split(&k)?.f_transpose(-2, -1)?)?, padded.seen(causal)?);
             }
         };
@@ -225,12 +227,13 @@ impl Places {
             .flat_map(|&[start, len]| (0..longest).map(move |i| start + if i < len { i } else { 0 }))
             .collect();
         let (mut places, mut absent, mut copies) = (vec![0; row_count as usize], vec![true; row_count as usize], 0);
-        for (s, &[start, len]) in (0..).zip(ranges) {
+        // Place i of a sentence has the number sentence·longest + i.
+        for (sentence, &[start, len]) in (0..).zip(ranges) {
             for i in 0..len {
-                places[(start + i) as usize] = s * longest + i;
+                places[(start + i) as usize] = sentence * longest + i;
                 absent[(start + i) as usize] = false;
             }
-            copies += len;
+            copies += len; // the number of places with real rows
         }
         // If sentences share rows, these rows have several places, so no list can give the place of each row.
         if copies > absent.iter().filter(|absent| !**absent).count() as i64 {
@@ -259,6 +262,7 @@ impl Places {
 }
 
 impl HostBatch for Padded {
+    /// Returns the tensors that move to a device.
     fn tensors(&mut self) -> Vec<&mut Tensor> {
         let Padded { queries, keys, real, gaps, .. } = self;
         queries.tensors().into_iter().chain(keys.tensors()).chain([real, gaps]).collect()
@@ -274,7 +278,7 @@ impl Padded {
         const Q_LEN: usize = 1;
         const K_LEN: usize = 3;
         let mut ranges: Vec<[i64; 4]> = table.chunks_exact(4).map(|r| [r[0], r[1], r[2], r[3]]).collect();
-        // `None` unless each sentence's queries begin where those before it end.
+        // `in_order` is `None` unless each sentence's queries begin where those before it end.
         let in_order = ranges.iter().try_fold(0, |end, [start, len, ..]| (*start == end).then_some(end + len));
         let longest = |column: usize| ranges.iter().map(|r| r[column]).max().unwrap_or(0);
         let (q_len, k_len) = shapes.map_or((longest(Q_LEN), longest(K_LEN)), |(q, k)| (q.longest, k.longest));
@@ -283,23 +287,25 @@ impl Padded {
         }
         let [q_rows, k_rows] = shapes.map_or(row_counts, |(q, k)| [q.rows, k.rows]);
         let is_square = ranges.iter().all(|r| r[Q_LEN] == r[K_LEN]);
-        if let Some((queries, _)) = shapes {
+        if let Some((query_shape, _)) = shapes {
             // The sentences that fill up the batch attend to one key, because a softmax over no keys is NaN. They
             // begin where real sentences begin, so that their padding copies rows that exist.
             let spare_range = |s: usize| {
                 let [q_start, _, k_start, _] = ranges[s % ranges.len()];
                 [q_start, 0, k_start, 1]
             };
-            let spare: Vec<_> = (ranges.len()..queries.sentences as usize).map(spare_range).collect();
+            let spare: Vec<_> = (ranges.len()..query_shape.sentences as usize).map(spare_range).collect();
             ranges.extend(spare);
         }
+        // Returns, for each sentence and each place up to `longest`, whether the place holds a real row. `column` is
+        // that of the lengths in a range.
         let is_real = |longest: i64, column: usize| -> Result<Tensor> {
             let real: Vec<bool> = ranges.iter().flat_map(|r| (0..longest).map(move |i| i < r[column])).collect();
             Ok(Tensor::f_from_slice(&real)?)
         };
         let sentences = ranges.len() as i64;
         let queries: Vec<_> = ranges.iter().map(|&[q_start, q_len, ..]| [q_start, q_len]).collect();
-        // Keys to which no query attends get no gradient, so they have no place.
+        // Keys to which no query attends get no gradient, so they need no place.
         let read_keys = |&[_, q_len, k_start, k_len]: &[i64; 4]| [k_start, if q_len > 0 { k_len } else { 0 }];
         let keys: Vec<_> = ranges.iter().map(read_keys).collect();
         Ok(Some(Padded {
@@ -330,14 +336,16 @@ impl Padded {
         Ok((!self.is_square).then(absent).transpose()?)
     }
 
-    /// Undoes [`side_by_side`](Self::side_by_side) for queries: copies (n·q_len, …) back to packed rows.
-    pub fn pack(&self, filled: &Tensor) -> Result<Tensor> {
-        gather(filled, &self.queries.places, &self.queries.rows, &self.gaps)
+    /// Undoes [`side_by_side`](Self::side_by_side) for queries: copies padded rows, (n·q_len, …), back to packed rows.
+    pub fn pack(&self, padded_rows: &Tensor) -> Result<Tensor> {
+        // Each packed row comes from its place. Places at padding, `gaps`, are left out.
+        gather(padded_rows, &self.queries.places, &self.queries.rows, &self.gaps)
     }
 
     /// Computes drop(softmax(scale·QKᵀ))V per sentence and head. Inputs and result are packed rows (rows, d).
     /// `causal` needs as many queries as keys in each sentence. `dropout` is (p, seed, site); its mask equals
-    /// that of [`operator::attention`]. With `extras` or dropout, all scores are stored in memory.
+    /// that of [`operator::attention`]. `extras` are a softcap and sinks. With extras or dropout, all scores are stored
+    /// in memory.
     pub fn attention(
         &self,
         [q, k, v]: [&Tensor; 3],
@@ -347,6 +355,7 @@ impl Padded {
         extras: &Extras,
         dropout: Option<(f64, &Tensor, i64)>,
     ) -> Result<Tensor> {
+        // Splits rows into heads: (n, heads, len, d_head).
         let split = |t: &Tensor| t.f_unflatten(-1, [heads, -1].as_slice())?.f_transpose(1, 2);
         let [q, k, v] = self.side_by_side([q, k, v])?;
         let (q, k, v) = (split(&q)?, split(&k)?, split(&v)?);
@@ -372,8 +381,9 @@ impl Padded {
         Ok(seen.f_logical_and(&past)?)
     }
 
-    /// Returns drop(softmax(scale·scores)), (n, heads, q_len, k_len). Dropout is applied to packed rows, so that its
-    /// mask equals that of [`operator::attention`].
+    /// Returns drop(softmax(scale·scores)) for scores (n, heads, q_len, k_len). `extras` are a softcap and sinks of
+    /// this softmax. `dropout` is (p, seed, site). Dropout is applied to packed rows, so that its mask equals that of
+    /// [`operator::attention`].
     fn weights(
         &self,
         scores: &Tensor,
@@ -382,7 +392,8 @@ impl Padded {
         extras: &Extras,
         dropout: Option<(f64, &Tensor, i64)>,
     ) -> Result<Tensor> {
-        // True where a query must not attend to a key. A causal mask also hides padding keys, which come last.
+        // `hidden` is true where a query must not attend to a key. A causal mask also hides padding keys, which come
+        // last.
         let hidden = match causal {
             true => {
                 self.real.f_new_ones([self.q_len, self.k_len].as_slice(), (Kind::Bool, scores.device()))?.f_triu(1)?

@@ -67,20 +67,20 @@ impl Reads {
         (0..self.queries()).map(|i| self.of(i).last().map(|&row| row.into())).collect()
     }
 
-    /// Returns the rows, of `all` rows, that at least one query reads, in ascending order. Also returns the lists,
-    /// renumbered so that row i is the i-th returned row.
-    pub fn compacted(&self, all: usize) -> (Vec<i64>, Self) {
-        let mut is_read = vec![false; all];
+    /// Returns those of the rows 0 to `row_count` − 1 that at least one query reads, in ascending order. Also returns
+    /// the lists, renumbered so that row i is the i-th returned row.
+    pub fn compacted(&self, row_count: usize) -> (Vec<i64>, Self) {
+        let mut is_read = vec![false; row_count];
         self.rows.iter().for_each(|&row| is_read[row as usize] = true);
-        let kept: Vec<i64> = (0..all).filter(|&row| is_read[row]).map(|row| row as i64).collect();
-        let mut new_row = vec![0; all];
-        kept.iter().enumerate().for_each(|(i, &row)| new_row[row as usize] = i as u32);
-        let rows = self.rows.iter().map(|&row| new_row[row as usize]).collect();
+        let kept: Vec<i64> = (0..row_count).filter(|&row| is_read[row]).map(|row| row as i64).collect();
+        let mut new_numbers = vec![0; row_count];
+        kept.iter().enumerate().for_each(|(i, &row)| new_numbers[row as usize] = i as u32);
+        let rows = self.rows.iter().map(|&row| new_numbers[row as usize]).collect();
         (kept, Reads { offsets: self.offsets.clone(), rows })
     }
 
-    /// Computes attention on the CPU, without gradients. Each query reads its own rows of k and v; q is (queries,
-    /// heads·d_head).
+    /// Computes attention on the CPU, without gradients. `qkv` holds q (queries, heads·d_head), k and v. Each query
+    /// reads its own rows of k and v. Scores are multiplied by `scale`.
     pub fn attention(&self, qkv: [&Tensor; 3], heads: i64, scale: f64, extras: &Extras) -> Result<Tensor> {
         single::attention(qkv, ReadRows { offsets: &self.offsets, rows: &self.rows }, heads, scale, extras)
     }
@@ -88,15 +88,17 @@ impl Reads {
     /// Gathers the rows of k and v query by query, for kernels that need each query's rows as one range. Returns k, v
     /// and the ranges.
     pub fn gathered(&self, [k, v]: [&Tensor; 2], device: Device) -> Result<(Tensor, Tensor, Ranges)> {
-        // Each range is (q_start, q_len, k_start, k_len), with one query.
+        // The number of each query, and the rows that it reads.
         let queries = || (0..self.queries()).map(|i| (i as i64, self.of(i)));
         // If the rows of each query follow one another, k and v are used as they are.
         let are_ranges = queries().all(|(_, rows)| rows.windows(2).all(|two| two[0] + 1 == two[1]));
+        // Both tables hold (q_start, q_len, k_start, k_len) for each query, with q_len = 1.
         if are_ranges {
             let start = |rows: &[u32]| rows.first().map_or(0, |&row| row as i64);
             let table: Vec<i64> = queries().flat_map(|(i, rows)| [i, 1, start(rows), rows.len() as i64]).collect();
             return Ok((k.shallow_clone(), v.shallow_clone(), Ranges::of(&table, device)?));
         }
+        // After the rows have been gathered, those of query i begin at its offset.
         let table: Vec<i64> =
             queries().flat_map(|(i, rows)| [i, 1, self.offsets[i as usize] as i64, rows.len() as i64]).collect();
         let index: Vec<i64> = self.rows.iter().map(|&row| row as i64).collect();

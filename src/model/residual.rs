@@ -18,7 +18,7 @@ use tch::{Kind, Tensor};
 /// The tensors that a stack's layers keep for later layers of the same pass, by name.
 pub type KeptTensors = RefCell<BTreeMap<String, Tensor>>;
 
-/// Builds a norm of the stack's kind, such as layernorm, for the place and width that the scheme declares in `at`.
+/// Builds a norm of the stack's kind, such as layernorm. The scheme declares the norm's name, width and place in `at`.
 fn norm(b: &mut Builder, place: &LayerContext, at: &NormAt) -> Result<Box<dyn Norm>> {
     let last_of_decoder = at.last && place.stack == declared::StackName::Decoder;
     let (spec, mut options) = named(place.norm_name(), place.options)?;
@@ -37,6 +37,7 @@ struct NamedNorm {
 }
 
 impl Norm for NamedNorm {
+    /// Returns N(x), and shows it to the watch if there is one.
     fn forward(&self, x: &Tensor, rows: &RowContext) -> Result<Tensor> {
         let y = self.norm.forward(x, rows)?;
         if let Some(watch) = rows.watch {
@@ -45,6 +46,7 @@ impl Norm for NamedNorm {
         Ok(y)
     }
 
+    /// Returns the row kernels of the norm, if it has some.
     fn row(&self) -> Result<Option<StepNorm<'_>>> {
         self.norm.row()
     }
@@ -57,12 +59,12 @@ fn without_weight(options: &mut Options) {
     }
 }
 
-/// Builds the norm if one is declared.
+/// Builds the norm that `at` declares; `None` if it declares none.
 fn norm_if(b: &mut Builder, place: &LayerContext, at: &Option<NormAt>) -> Result<Option<Box<dyn Norm>>> {
     at.as_ref().map(|at| norm(b, place, at)).transpose()
 }
 
-/// Builds a declared parameter, or returns the existing parameter of the same name.
+/// Creates the parameter that a scheme declares, or returns the existing one of the same name.
 pub fn learned(b: &mut Builder, declared: &declared::Learned) -> Result<Tensor> {
     let fill = match &declared.value {
         FirstValue::All(value) => Fill::Constant(*value),
@@ -127,9 +129,10 @@ impl BuiltGain {
         })
     }
 
-    /// Returns gain⊙x in x's type, for a [`BuiltChange::Mix`], whose gains never grow: so there is no α_t.
+    /// Returns gain⊙x in x's type, for a [`BuiltChange::Mix`].
     fn times(&self, x: &Tensor) -> Result<Tensor> {
-        match self.now(None)? {
+        let alpha_t = None; // no gain of a mix grows with the updates
+        match self.now(alpha_t)? {
             Some(gain) => Ok(x.f_mul(&gain.f_to_kind(x.kind())?)?),
             None => Ok(x.shallow_clone()),
         }
@@ -218,19 +221,21 @@ impl BuiltChange {
             BuiltChange::Times(c) => x.f_mul_scalar(*c)?,
             BuiltChange::Unit(eps) => RowNormOp::of(&scale_norm::OPERATOR).call(x, None, None, *eps)?,
             BuiltChange::HeadScale(s) => {
+                // s has one number for each head, and x is (…, heads·d_head).
                 let heads = x.f_unflatten(-1, [s.numel() as i64, -1].as_slice())?;
                 heads.f_mul(&s.f_to_kind(x.kind())?.f_unsqueeze(-1)?)?.f_flatten(-2, -1)?
             }
+            // x − silu(a)·x, in which autograd takes the second x as a constant: the gradient of x is not scaled.
             BuiltChange::DampForward(a) => x.f_sub(&x.f_detach()?.f_mul(&a.f_silu()?.f_to_kind(x.kind())?)?)?,
             BuiltChange::Keep(name) => {
                 rows.kept_tensors()?.borrow_mut().insert(name.clone(), x.shallow_clone());
                 x.shallow_clone()
             }
             BuiltChange::Mix { name, own, kept } => {
-                let tensor = rows.kept_tensors()?.borrow().get(name).map(Tensor::shallow_clone);
-                let tensor =
-                    tensor.ok_or_else(|| Error::invalid(format!("no layer has left {name:?} for this one")))?;
-                own.times(x)?.f_add(&kept.times(&tensor)?)?
+                let earlier = rows.kept_tensors()?.borrow().get(name).map(Tensor::shallow_clone);
+                let earlier =
+                    earlier.ok_or_else(|| Error::invalid(format!("no layer has left {name:?} for this one")))?;
+                own.times(x)?.f_add(&kept.times(&earlier)?)?
             }
         })
     }
@@ -239,10 +244,11 @@ impl BuiltChange {
     /// is `width` wide.
     fn is_by_head(&self, width: i64) -> bool {
         match self {
-            BuiltChange::Norm { width: own, .. } => *own != width,
+            BuiltChange::Norm { width: norm_width, .. } => *norm_width != width,
             // A parameter that is not as wide as the row is a scalar or as wide as a head. Both fit a head's part.
             BuiltChange::Shift(p) | BuiltChange::Scale(p) => p.numel() as i64 != width,
-            // These treat every number of a row alike, and kept tensors hold whole rows.
+            // These act on whole rows: kept tensors hold rows, and the parameter of `DampForward` may be as wide as
+            // one.
             BuiltChange::Keep(_) | BuiltChange::Mix { .. } | BuiltChange::DampForward(_) => false,
             _ => true,
         }
@@ -263,11 +269,12 @@ impl BuiltChanges {
         self.0.iter().try_fold(x, |x, change| change.apply(&x, &ctx.rows()))
     }
 
+    /// True if there are no changes at this place.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// True if no change alters x: every change only keeps x for later layers.
+    /// True if no change alters x: each of them at most keeps x for later layers.
     pub fn only_look(&self) -> bool {
         self.0.iter().all(|change| matches!(change, BuiltChange::Keep(_)))
     }
@@ -295,7 +302,7 @@ impl Inside {
     pub fn at_heads(&self, point: Point, x: Tensor, heads: i64, rows: &RowContext) -> Result<Tensor> {
         let d = *x.size().last().expect("rows have a width");
         // A change by head sees the rows split into heads, (…, heads, d_head).
-        self.0.iter().filter(|(own, _)| *own == point).try_fold(x, |x, (_, change)| match change.is_by_head(d) {
+        self.0.iter().filter(|(place, _)| *place == point).try_fold(x, |x, (_, change)| match change.is_by_head(d) {
             false => change.apply(&x, rows),
             true => {
                 let by_head = x.f_unflatten(-1, [heads, -1].as_slice())?;
@@ -306,12 +313,12 @@ impl Inside {
 
     /// True if there is a change at this point.
     pub fn changes(&self, point: Point) -> bool {
-        self.0.iter().any(|(own, _)| *own == point)
+        self.0.iter().any(|(place, _)| *place == point)
     }
 
     /// Returns x after the changes at this point.
     pub fn at(&self, point: Point, x: Tensor, rows: &RowContext) -> Result<Tensor> {
-        self.0.iter().filter(|(own, _)| *own == point).try_fold(x, |x, (_, change)| change.apply(&x, rows))
+        self.0.iter().filter(|(place, _)| *place == point).try_fold(x, |x, (_, change)| change.apply(&x, rows))
     }
 }
 
@@ -364,22 +371,26 @@ impl BuiltEnds {
         Ok((x, streams))
     }
 
-    /// Ends the stack: combines x and the streams beside it into one tensor, and applies the changes at the end.
+    /// Returns the stack's output: combines x and the streams beside it into one tensor, and applies the changes at the
+    /// end.
     pub fn finish(&self, mut x: Tensor, streams: Vec<Tensor>, ctx: &Context) -> Result<Tensor> {
         if let Some(mixing) = &self.mixing {
             let all: Vec<&Tensor> = [&x].into_iter().chain(&streams).collect();
-            x = mixing.read(&all, ctx.watch(), ctx.has_flat())?.0;
+            let is_training = ctx.has_flat(); // only training loops on a CPU have flat buffers
+            let (output, _) = mixing.read(&all, ctx.watch(), is_training)?; // at the end, nothing is written
+            x = output;
         }
-        for (norm, s) in self.streams.iter().zip(streams) {
+        // With a mixing there are no streams of the scheme's own, so nothing is added here.
+        for (norm, stream) in self.streams.iter().zip(streams) {
             x = match norm {
-                Some(norm) => x.f_add(&norm.forward(&s, &ctx.rows())?)?,
-                None => x.f_add(&s)?,
+                Some(norm) => x.f_add(&norm.forward(&stream, &ctx.rows())?)?,
+                None => x.f_add(&stream)?,
             };
         }
         self.end.apply(x, ctx)
     }
 
-    /// Returns a layer's output as one tensor of x's shape, for diagnostics.
+    /// Returns a layer's output, x and the streams beside it, as one tensor for diagnostics.
     pub fn seen(&self, x: &Tensor, streams: &[Tensor]) -> Result<Tensor> {
         match &self.mixing {
             Some(mixing) => mixing.seen(&[x].into_iter().chain(streams).collect::<Vec<_>>()),
@@ -395,7 +406,7 @@ impl BuiltEnds {
                 (0..layers).map(|layer| growth.alpha(t, layer as i64, kind)).collect()
             }
             Some((growth, t)) => {
-                let alpha = growth.alpha(t, 0, kind)?;
+                let alpha = growth.alpha(t, 0, kind)?; // the same in all layers, so layer 0 stands for each
                 Ok((0..layers).map(|_| alpha.shallow_clone()).collect())
             }
         }
@@ -432,11 +443,12 @@ impl BuiltCombine {
     /// norms apply to outputs and not to sums.
     pub fn next(&self, y: Tensor, outputs: &mut Vec<Tensor>, ctx: &Context) -> Result<Tensor> {
         let row = outputs.len(); // the number of y, and of the matrix row that sums the outputs up to y
-        let norm = row.checked_sub(1).and_then(|l| self.norms.get(l)); // the embedding, row 0, has no norm
+        let norm = row.checked_sub(1).and_then(|index| self.norms.get(index)); // the embedding, row 0, has no norm
         let normed = |x: Tensor| norm.map_or_else(|| Ok(x.shallow_clone()), |norm| norm.forward(&x, &ctx.rows()));
         outputs.push(if self.on_sums { y } else { normed(y)? });
         if self.skips_first && row == 0 {
-            // The first input is a view of the embedding, as in `BuiltEnds::begin`.
+            // The first input is a view of the embedding. So autograd sums the embedding's gradients in the same order
+            // whether or not layers run again for their gradients.
             return Ok(outputs[0].f_view_as(&outputs[0])?);
         }
         // The matrix is lower-triangular: this row has as many weights as there are outputs.

@@ -47,6 +47,7 @@ pub(super) fn build(
     context: &NormContext,
     given: &NormArgs,
 ) -> Result<(BuiltColumnNorm, Option<Tensor>)> {
+    // The values of a norm's options by keyword, as f64 and as i64; `None` if the norm has no such option.
     let number = |keyword: &str| given.number(keyword);
     let count = |keyword: &str| given.value(keyword).and_then(|value| value.as_i64());
     let default = ColumnOptions::default();
@@ -94,8 +95,9 @@ impl Norm for BuiltColumnNorm {
     fn forward(&self, x: &Tensor, rows: &RowContext) -> Result<Tensor> {
         let BuiltColumnNorm { operator, first, second, iters, options, .. } = self;
         let scaled = if self.groups > 0 { group_scaling(x, self.groups)? } else { x.shallow_clone() };
+        // A norm's address identifies it in the map of statistics.
         let key = std::ptr::from_ref(self) as usize;
-        // The statistics that the first run used, if this is its recomputation.
+        // `used` holds the statistics that the first run used, if this is a recomputation.
         let used = rows
             .statistics
             .filter(|_| rows.is_recompute)
@@ -103,6 +105,7 @@ impl Norm for BuiltColumnNorm {
         // A recomputation that finds no kept statistics works on copies, so that nothing is updated twice. PowerNorm
         // counts updates, so its statistics change only with the last micro-batch of an update.
         let is_frozen = rows.is_recompute && used.is_none() || rows.is_partial && iters.is_some();
+        // The operator updates its state in place.
         let state = |t: &Tensor| if is_frozen { t.copy() } else { t.shallow_clone() };
         let [weight, bias] = self.affine.values()?;
         let (y, stats) = operator.call(&Column {
@@ -172,7 +175,8 @@ struct Fade {
 }
 
 impl BuiltBlendedNorm {
-    /// Builds the norm from parameters that have been declared already. Declares the norm's buffers.
+    /// Builds the norm from parameters that have been declared already. Declares the norm's buffers. `blend` names the
+    /// operators of the two norms; `given` holds the values of the norm's options.
     pub fn build(
         spec: &Spec,
         blend: &'static BlendedNormOpSpec,
@@ -210,7 +214,7 @@ impl Norm for BuiltBlendedNorm {
         };
         let x_real = real(&wide)?;
         let fade = self.fade.as_ref().filter(|_| rows.train);
-        // The mask of the rows that the statistics leave out; `None` if they leave out just the padding.
+        // `hidden` is true at the rows that the statistics leave out; `None` if they leave out just the padding.
         let hidden = fade.map(|fade| fade.hidden(&wide, rows.pad_mask)).transpose()?.flatten();
         let blended =
             self.columns.forward(&wide, &RowContext { pad_mask: hidden.as_ref().or(rows.pad_mask), ..*rows })?;
@@ -231,7 +235,8 @@ impl Fade {
             return Ok(None);
         }
         let size = x.size();
-        let warming = self.t.f_le(self.warm)?.f_expand(&size[..size.len() - 1], false)?;
+        let implicit = false; // an internal flag of PyTorch's `expand`
+        let warming = self.t.f_le(self.warm)?.f_expand(&size[..size.len() - 1], implicit)?;
         Ok(Some(match pad_mask {
             Some(mask) => mask.f_logical_or(&warming)?,
             None => warming.f_contiguous()?,
@@ -240,8 +245,9 @@ impl Fade {
 
     /// Returns λ·R(x) + (1−λ)·y, where R is the row norm and λ falls from 1 to 0 over the updates.
     fn mix(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
-        // 1 − λ, which is 0 up to update w + 1 and then grows.
-        let grown = self.growth.alpha(&self.t.f_sub_scalar(self.warm + 1)?, 0, x.kind())?;
+        // `grown` is 1 − λ, which is 0 up to update w + 1 and then grows. The growth is the same in all layers.
+        let layer = 0;
+        let grown = self.growth.alpha(&self.t.f_sub_scalar(self.warm + 1)?, layer, x.kind())?;
         let bias = self.bias.as_ref().map(BuiltParameter::value).transpose()?;
         let normed = self.operator.call(x, Some(&self.weight.value()?), bias.as_ref(), self.eps)?;
         Ok(normed.f_mul(&grown.f_neg()?.f_add_scalar(1.0)?)?.f_add(&y.f_mul(&grown)?)?)

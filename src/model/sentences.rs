@@ -30,6 +30,7 @@ impl Sentences {
 }
 
 impl HostBatch for Sentences {
+    /// Returns the tensors that move to a device, those of both sides and of all ranges.
     fn tensors(&mut self) -> Vec<&mut Tensor> {
         let Sentences { source, target, own, across } = self;
         let sides = source.iter_mut().chain([target]).flat_map(Packed::tensors);

@@ -47,7 +47,7 @@ struct SinkAttention {
 }
 
 impl SinkAttention {
-    /// Returns q, k and v in the form that attention's kernels read.
+    /// Returns q, k and v, with the ranges and the settings, in the form that attention's kernels read.
     fn views(&self, [q, k, v]: [&Tensor; 3]) -> Result<AttentionViews> {
         let [q, k, v] = [view(q)?, view(k)?, view(v)?];
         Ok(AttentionViews { q, k, v, ranges: view(&self.ranges)?, settings: self.settings })
@@ -60,11 +60,13 @@ impl SinkAttention {
 }
 
 impl Differentiable for SinkAttention {
+    /// Returns true: the backward pass needs Q, K, V and the sinks.
     fn saves_inputs(&self) -> bool {
         true
     }
 
-    /// Returns O = s·O₀ for the inputs Q, K, V and b, where O₀ is attention without sinks and s = σ(lse − b).
+    /// Returns O = s·O₀ for the inputs Q, K, V and b. O₀ is attention without the sinks b, lse is its log-sum-exp, and
+    /// s = σ(lse − b) is the share of a softmax that is left to the keys.
     fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
         let [q, k, v, sinks] = &inputs[..] else { unreachable!("queries, keys, values and sinks") };
         let kind = accumulation(q.kind());
@@ -90,12 +92,14 @@ impl Differentiable for SinkAttention {
         let (dq, dk, dv) = (dq?, dk?, dv?);
         let gradient_views = [view(&dq)?, view(&dk)?, view(&dv)?];
         let lse_with_sinks = lse.f_logaddexp(&b)?;
-        // P = exp(S − lse⁺) sums to s instead of 1, which the kernel is told by `share`.
+        // With sinks, the weights P = exp(S − lse⁺) of the keys sum to s instead of 1. `share` tells the kernel so.
         let (dout_view, lse_view) = (view(&dout)?, view(&lse_with_sinks)?);
         backward(&self.views([q, k, v])?, &dout_view, &lse_view, Some(&view(&share)?), &gradient_views)?;
         let products = self.heads(&dout, lse.kind())?.f_mul(&self.heads(out, lse.kind())?)?;
-        let dots = products.f_sum_dim_intlist([-1i64].as_slice(), false, None::<Kind>)?; // ⟨dO, O⟩, (rows, heads)
-        let dsinks = dots.f_mul(&sink_share)?.f_sum_dim_intlist([0i64].as_slice(), false, None::<Kind>)?.f_neg()?;
+        // db = −Σ (1 − s)·⟨dO, O⟩ over the rows.
+        let keepdim = false;
+        let dots = products.f_sum_dim_intlist([-1i64].as_slice(), keepdim, None::<Kind>)?; // ⟨dO, O⟩, (rows, heads)
+        let dsinks = dots.f_mul(&sink_share)?.f_sum_dim_intlist([0i64].as_slice(), keepdim, None::<Kind>)?.f_neg()?;
         Ok([dq, dk, dv, dsinks.f_to_kind(sinks.kind())?].map(Some).into())
     }
 }

@@ -43,7 +43,8 @@ impl Sinusoids {
         Ok(tables.last().expect("a table was made above").shallow_clone())
     }
 
-    /// Computes a table (rows, width) in f64, then casts it to `kind`.
+    /// Computes a table (rows, width) in f64, then casts it to `kind`. Row p belongs to position p, and each pair of a
+    /// sine and a cosine has one angle.
     fn make(&self, rows: usize, kind: Kind, device: Device) -> Result<Tensor> {
         let d = self.width as usize;
         let half = d / 2;

@@ -79,13 +79,14 @@ impl StackCache {
         Ok(())
     }
 
-    /// Stores embeddings x (rows, d) from row `at` on. The first call reserves room for `times` times the rows of x.
-    fn write_embeddings(&mut self, x: &Tensor, at: usize, times: i64) -> Result<()> {
+    /// Stores embeddings x (rows, d) from `first_row` on. The first call reserves room for `room_factor` times the rows
+    /// of x.
+    fn write_embeddings(&mut self, x: &Tensor, first_row: usize, room_factor: i64) -> Result<()> {
         let rows = match &mut self.embeddings {
             Some(rows) => rows,
-            None => self.embeddings.insert(WrittenRows::empty(x, times * x.size()[0])?),
+            None => self.embeddings.insert(WrittenRows::empty(x, room_factor * x.size()[0])?),
         };
-        rows.write(x, at as i64)
+        rows.write(x, first_row as i64)
     }
 
     /// Returns the embedding of the last token of each slot, or zeros for a slot without tokens; x is (slots, d).
@@ -139,8 +140,9 @@ impl Stack {
         Ok(Stack { body: Rc::new(Body { layers, flow, smear }) })
     }
 
-    /// Runs whole sentences; x is (rows, d). Each token attends to its whole sentence, or with `causal` to its past, by
-    /// the ranges `own`. It also attends to the memory, the encoder's output with its ranges, if there is one.
+    /// Runs whole sentences; x is (rows, d). Each token attends to its whole sentence, or with `causal` to its past.
+    /// The ranges `own` say which rows are a sentence. It also attends to the memory, the encoder's output with its
+    /// ranges, if there is one.
     pub fn forward(
         &self,
         x: Tensor,
@@ -169,9 +171,9 @@ impl Stack {
             .collect()
     }
 
-    /// Starts new slots, after the slots in the cache, and runs all their tokens at once. x is (rows, d), one slot
-    /// after the other; `offsets` and `own` both say where each slot begins. Errors if the stack reads an encoder's
-    /// output.
+    /// Starts new slots (texts), after the slots in the cache, and runs all their tokens at once. x is (rows, d), one
+    /// slot after the other. `offsets` and the attention ranges `own` both say where each slot begins. Errors if the
+    /// stack reads an encoder's output.
     pub fn begin(
         &self,
         x: Tensor,
@@ -181,26 +183,27 @@ impl Stack {
         ctx: &Context,
     ) -> Result<Tensor> {
         cache.layers.resize_with(self.body.layers.len(), || None);
-        let at = cache.length; // the first row of the new slots
-        let new_rows = offsets.windows(2).map(|ends| at as i64 + ends[0]..at as i64 + ends[1]);
+        let first_row = cache.length; // of the new slots
+        let new_rows = offsets.windows(2).map(|ends| first_row as i64 + ends[0]..first_row as i64 + ends[1]);
         cache.reads = std::mem::take(&mut cache.reads).joined(&Reads::ranges(new_rows));
         cache.length += x.size()[0] as usize;
         let x = self.enter(x, ctx, |x| {
-            cache.write_embeddings(x, at, WrittenRows::ROOM_OF_TEXT)?;
+            cache.write_embeddings(x, first_row, WrittenRows::ROOM_OF_TEXT)?;
             row_before(x, ctx)
         })?;
         self.run(x, ctx, &mut |index, streams| {
-            let cache = &mut cache.layers[index];
+            let layer_cache = &mut cache.layers[index];
             self.body.layer(index, streams, ctx, &mut |attention, inside, input| match attention {
-                Attends::Itself(attention) => attention.begin(input, cache, at, own, inside, ctx),
+                Attends::Itself(attention) => attention.begin(input, layer_cache, first_row, own, inside, ctx),
                 Attends::Memory(_) => Err(Error::invalid("a decoder that reads an encoder decodes token by token")),
                 Attends::Segment(_) => Err(no_steps()),
             })
         })
     }
 
-    /// Runs one more token in every slot; x is (slots, d). An empty cache gets as many slots as x has rows. `memory`
-    /// holds the keys and values of the encoder's output, and which of their rows each slot reads.
+    /// Runs one more token in every slot (a text or a hypothesis); x is (slots, d). An empty cache gets as many slots
+    /// as x has rows. `memory` holds the keys and values of the encoder's output, and which of their rows each slot
+    /// reads.
     pub fn step(
         &self,
         x: Tensor,
@@ -217,22 +220,23 @@ impl Stack {
             return Err(Error::invalid(format!("the cache has {kept} slots, but {slots} tokens are to be added")));
         }
         cache.layers.resize_with(self.body.layers.len(), || None);
-        let at = cache.length; // the row of the first slot's token; the others follow
+        let first_row = cache.length; // of the first slot's token; the other tokens follow
         let x = self.enter(x, ctx, |x| {
-            let before = cache.last_embeddings(x)?;
-            cache.write_embeddings(x, at, WrittenRows::ROOM_OF_STEP)?;
+            let before = cache.last_embeddings(x)?; // those of each slot's previous token, for smear
+            cache.write_embeddings(x, first_row, WrittenRows::ROOM_OF_STEP)?;
             Ok(before)
         })?;
-        (cache.reads, cache.length) = (cache.reads.followed_by(at), at + slots);
+        (cache.reads, cache.length) = (cache.reads.followed_by(first_row), first_row + slots);
         self.run(x, ctx, &mut |index, streams| {
             let StackCache { layers, reads, .. } = &mut *cache;
-            let cache = &mut layers[index];
+            let layer_cache = &mut layers[index];
             self.body.layer(index, streams, ctx, &mut |attention, inside, input| match (attention, memory) {
                 (Attends::Memory(attention), Some((memory, reads))) => {
                     attention.read_memory(input, &memory[index], reads, inside, ctx)
                 }
+                // A stack without memory has no cross-attention, so this is self-attention.
                 (Attends::Itself(attention) | Attends::Memory(attention), _) => {
-                    attention.step(input, cache, at, reads, inside, ctx)
+                    attention.step(input, layer_cache, first_row, reads, inside, ctx)
                 }
                 (Attends::Segment(_), _) => Err(no_steps()),
             })
@@ -300,8 +304,9 @@ impl Stack {
         }
     }
 
-    /// Takes all kept tensors out of the context and returns them. Leaves in the context only views of those that this
-    /// layer reads. Autograd first sums a view's gradients within the layer, as with [`Streams::viewed`].
+    /// Takes all tensors that layers have kept out of the context and returns them. Leaves in the context only views of
+    /// those that layer `index` reads. Because of the view, autograd first sums the gradients that come from within the
+    /// layer.
     fn lend_kept(&self, index: usize, ctx: &Context) -> Result<BTreeMap<String, Tensor>> {
         let mut kept_tensors = ctx.kept_tensors().borrow_mut();
         let all_kept = std::mem::take(&mut *kept_tensors);
@@ -313,7 +318,7 @@ impl Stack {
         Ok(all_kept)
     }
 
-    /// Puts all kept tensors back into the context, together with those that this layer has kept for later layers.
+    /// Puts all kept tensors back into the context, together with those that layer `index` has kept for later layers.
     fn restore_kept(&self, index: usize, mut all_kept: BTreeMap<String, Tensor>, ctx: &Context) {
         let mut kept_tensors = ctx.kept_tensors().borrow_mut();
         for name in &self.body.layers[index].leaves {
@@ -322,8 +327,9 @@ impl Stack {
         *kept_tensors = all_kept;
     }
 
-    /// Runs a layer on whole sentences and keeps only its input: the backward pass runs the layer again (activation
-    /// checkpointing). The arguments are those of [`forward`](Self::forward).
+    /// Runs layer `index` on whole sentences and keeps only its input: the backward pass runs the layer again
+    /// (activation checkpointing). `streams` are the layer's input; the other arguments are those of
+    /// [`forward`](Self::forward).
     fn recomputed(
         &self,
         index: usize,
@@ -339,13 +345,14 @@ impl Stack {
         let (unchanged, others_after) = (layer.keeps(&streams), streams.others.len() + layer.adds());
         let (kept_names, kept): (Vec<String>, Vec<Tensor>) =
             std::mem::take(&mut *ctx.kept_tensors().borrow_mut()).into_iter().unzip();
+        // The number of dropout sites after the layer, which the closure sets.
         let sites = Rc::new(Cell::new(0));
         // The closure's inputs are the streams' tensors, the kept tensors and the memory. Its outputs are the tensors
         // that the layer keeps for later layers, then those of the streams that the layer changes.
         let run_layer = {
-            // Both runs begin at the dropout site of `start`, so that they draw the same masks. `sites` tells the
-            // caller at which site they end.
-            let (body, sites, start) = (self.body.clone(), sites.clone(), ctx.fork(false));
+            // Both runs begin at the dropout site of `start`, so that they draw the same masks.
+            let is_recompute = false;
+            let (body, sites, start) = (self.body.clone(), sites.clone(), ctx.fork(is_recompute));
             // The closure must own all that it reads, because the backward pass calls it later.
             let (own, across) = (own.shallow_clone(), memory.map(|(_, ranges)| ranges.shallow_clone()));
             let (others, alpha_t) = (streams.others.len(), clone(&streams.alpha_t));
@@ -374,7 +381,7 @@ impl Stack {
 }
 
 impl Body {
-    /// Runs one layer: the changes at its beginning, then each sublayer and its residual connection. `attend`
+    /// Runs layer `index`: the changes at its beginning, then each sublayer and its residual connection. `attend`
     /// computes the attention sublayers, because whole sentences and single steps need different functions.
     fn layer(&self, index: usize, mut streams: Streams, ctx: &Context, attend: &mut Attend) -> Result<Streams> {
         let Layer { begin, sublayers, .. } = &self.layers[index];
@@ -393,7 +400,7 @@ impl Body {
     }
 
     /// Returns the norm that directly follows a sublayer: the norm before the next sublayer, or the norm that ends
-    /// the stack. Returns `None` if any other change comes first.
+    /// the stack. Returns `None` if any other change comes first. `layer` and `sublayer` are indices from 0.
     fn norm_after(&self, layer: usize, sublayer: usize) -> Option<&dyn Norm> {
         match self.layers[layer].sublayers.get(sublayer + 1) {
             Some(next) => next.around.before.norm(),
@@ -444,6 +451,7 @@ fn whole<'a>(
             let memory = attention.memory(memory, inside, ctx)?;
             attention.attend_memory(input, &memory, ranges, inside, ctx)
         }
+        // A stack without memory has no cross-attention, so this is self-attention.
         (Attends::Itself(attention) | Attends::Memory(attention), _) => {
             attention.attend(input, own, causal, inside, ctx)
         }

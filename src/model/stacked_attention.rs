@@ -51,6 +51,7 @@ impl StackedAttention {
 }
 
 impl Differentiable for StackedAttention {
+    /// Returns true: the backward pass needs Q, K and V.
     fn saves_inputs(&self) -> bool {
         true
     }
@@ -62,7 +63,7 @@ impl Differentiable for StackedAttention {
         let sums_kind = accumulation(stacked.kind());
         let out = Tensor::f_empty([rows, columns / 3].as_slice(), (stacked.kind(), stacked.device()))?;
         let lse = Tensor::f_empty([rows, self.settings.heads].as_slice(), (sums_kind, stacked.device()))?;
-        forward(&self.views(stacked)?, &view(&out)?, &view(&lse)?)?;
+        forward(&self.views(stacked)?, &view(&out)?, &view(&lse)?)?; // it writes to `out` and `lse`
         self.lse.get_or_init(|| lse);
         Ok(vec![out])
     }
@@ -71,7 +72,8 @@ impl Differentiable for StackedAttention {
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         let (Some(dout), Some(lse)) = (&gradients[0], self.lse.get()) else { return Ok(vec![None]) };
         let (dout, gradient) = (dout.f_contiguous()?, inputs[0].f_empty_like()?);
-        backward(&self.views(&inputs[0])?, &view(&dout)?, &view(lse)?, None, &thirds(&gradient)?)?;
+        let shares = None; // without sinks, each query's weights sum to 1
+        backward(&self.views(&inputs[0])?, &view(&dout)?, &view(lse)?, shares, &thirds(&gradient)?)?;
         Ok(vec![Some(gradient)])
     }
 }

@@ -61,7 +61,8 @@ impl Tensorized {
         })
     }
 
-    /// Computes attention of each token to its past, in sentences of at most T tokens.
+    /// Computes attention of each token to its past, in sentences of at most T tokens. x is (rows, d), and `inside`
+    /// holds the residual scheme's changes inside the sublayer.
     pub fn attend(&self, x: &Tensor, ranges: &Ranges, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
         let qkv = ctx.linear(&x, &self.in_weight, None)?.f_split(self.rank, 1)?;
@@ -79,8 +80,9 @@ impl Tensorized {
         inside.at(Point::AfterOutput, out, &ctx.rows())
     }
 
-    /// Returns the T² entries that W_o reads, for `keys` in place of T: (n, queries, keys²). `absent`, bool (n,
-    /// keys), marks padding.
+    /// Returns the entries that W_o reads, (n, queries, keys²). For query i, the entry of keys j and k is Σ_r c_r((q_i
+    /// + u)_r k_jr + (q_i + w)_r p_jr) v_kr, where p_j is the projected encoding of position T − 1 − j. q, k and v are
+    /// (n, queries or keys, R). `absent`, bool (n, keys), is true at padding.
     fn entries(&self, q: &Tensor, k: &Tensor, v: &Tensor, absent: Option<&Tensor>) -> Result<Tensor> {
         let (kind, device) = (q.kind(), q.device());
         let [n, queries, rank] = q.size()[..] else { unreachable!("queries have three dimensions") };
@@ -88,8 +90,10 @@ impl Tensorized {
         let table = self.positions.table(self.segment, self.in_weight.kind(), device)?.f_narrow(0, 0, self.segment)?;
         // Row j of the flipped table encodes T − 1 − j.
         let table = table.f_flip([0i64].as_slice())?.f_narrow(0, 0, keys)?;
-        let p = linear(&table, &self.position_weight, None, kind, None)?;
+        let (bias, flat) = (None, None); // without flat buffers, autograd records the product
+        let p = linear(&table, &self.position_weight, bias, kind, flat)?; // (keys, R)
         let core = self.core.f_to_kind(kind)?;
+        // Returns c⊙(q + bias) for the bias u or w, (n, queries, 1, R).
         let weighted = |bias: &Tensor| q.f_add(&bias.f_to_kind(kind)?)?.f_mul(&core)?.f_unsqueeze(2);
         let [content, position] = self.biases.each_ref().map(weighted);
         // `scores` is (n, queries, keys, R); the product with v sums over R.

@@ -83,6 +83,7 @@ impl Transformer {
         let device = self.device();
         let source = batch.source.as_ref().map(Packed::with_padding).transpose()?;
         let padded = Sentences::new(source, batch.target.with_padding()?, device)?.to(device)?;
+        // A profiling pass sets the gains while it runs; its output is not needed.
         tch::no_grad(|| self.features(&padded, &ctx.profiling()).map(drop))
     }
 
@@ -115,7 +116,8 @@ impl Transformer {
         }
     }
 
-    /// Returns the context of a pass over the rows of one side, encoder or decoder.
+    /// Returns the context of a pass over the rows of one side, encoder or decoder, with the rotations of its
+    /// positions.
     fn over(&self, side: &Packed, ctx: &Context) -> Result<Context> {
         let rotation = self.rotary.as_ref().map(|rotary| rotary.rotation(side, ctx.kind)).transpose()?;
         Ok(ctx.over(side).turning(rotation).unit_scaled(self.config.scaled().unit.is_some()))
@@ -126,7 +128,8 @@ impl Transformer {
         self.parameters.tensors()[0].device()
     }
 
-    /// Returns the logits, (target rows, V), from the output of [`features`](Self::features).
+    /// Returns the logits, (target rows, V), from the output of [`features`](Self::features). `kind` is the type of
+    /// matrix products.
     pub fn logits(&self, features: &Tensor, kind: Kind) -> Result<Tensor> {
         self.embeddings.logits(features, kind)
     }
@@ -162,7 +165,7 @@ impl Transformer {
         let (offsets, ctx) = (&batch.target.offsets, &self.over(&batch.target, ctx)?);
         let x = self.embeddings.target(&batch.target, ctx)?;
         let h = self.decoder.begin(x, &batch.own, offsets, cache, ctx)?;
-        let last_rows: Vec<i64> = offsets[1..].iter().map(|end| end - 1).collect();
+        let last_rows: Vec<i64> = offsets[1..].iter().map(|end| end - 1).collect(); // of each text
         let h = h.f_index_select(0, &Tensor::f_from_slice(&last_rows)?.f_to_device(device)?)?;
         self.logits(&times(h, self.config.scaled().logits())?, ctx.kind)
     }
@@ -196,11 +199,14 @@ impl Transformer {
         self.config.check_lengths(&positions.iter().map(|position| position + 1).collect::<Vec<_>>())?;
         let slots = tokens.len() as i64;
         let device = self.device();
-        let input = Packed::new(tokens, positions, (0..=slots).collect())?.to(device)?;
+        let offsets = (0..=slots).collect(); // each token is packed as a sentence of its own
+        let input = Packed::new(tokens, positions, offsets)?.to(device)?;
         let (x, ctx) = (self.embeddings.target(&input, ctx)?, &self.over(&input, ctx)?);
         // Each slot reads the rows of its source sentence.
-        let source_rows =
-            memory.map(|memory| Reads::ranges(sentences.iter().map(|&s| memory.offsets[s]..memory.offsets[s + 1])));
+        let source_rows = memory.map(|memory| {
+            let rows_of = |&sentence: &usize| memory.offsets[sentence]..memory.offsets[sentence + 1];
+            Reads::ranges(sentences.iter().map(rows_of))
+        });
         let memory = memory.zip(source_rows.as_ref()).map(|(memory, reads)| (&memory.keys_values, reads));
         times(self.decoder.step(x, cache, memory, ctx)?, self.config.scaled().logits())
     }

@@ -36,8 +36,10 @@ impl ValueEmbedding {
     /// Returns the values v (rows, kv_width), with the value embeddings of the rows' tokens added; x (rows, d) is
     /// attention's input.
     pub fn added(&self, v: Tensor, x: &Tensor, ctx: &Context) -> Result<Tensor> {
-        let gate = self.gate.of(x, ctx)?.f_mul_scalar(LARGEST)?;
-        let rows = Tensor::f_embedding(&self.table, ctx.tokens()?, -1, false, false)?.f_to_kind(v.kind())?;
+        let gate = self.gate.of(x, ctx)?.f_mul_scalar(LARGEST)?; // (rows, heads of values)
+        let (padding_id, scale_grad_by_freq, sparse) = (-1, false, false); // −1: no id counts as padding
+        let rows = Tensor::f_embedding(&self.table, ctx.tokens()?, padding_id, scale_grad_by_freq, sparse)?;
+        let rows = rows.f_to_kind(v.kind())?;
         let by_head = rows.f_unflatten(-1, [gate.size()[1], -1].as_slice())?;
         Ok(v.f_add(&by_head.f_mul(&gate.f_unsqueeze(-1)?)?.f_flatten(-2, -1)?)?)
     }

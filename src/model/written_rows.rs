@@ -22,20 +22,20 @@ impl WrittenRows {
         &self.0
     }
 
-    /// Writes rows, the first one at row `at`. If they do not fit, the rows before `at` move to larger memory.
-    pub fn write(&mut self, rows: &Tensor, at: i64) -> Result<()> {
-        let (end, room) = (at + rows.size()[0], self.0.size()[0]);
+    /// Writes rows, from `first_row` on. If they do not fit, the rows before `first_row` move to larger memory.
+    pub fn write(&mut self, rows: &Tensor, first_row: i64) -> Result<()> {
+        let (end, room) = (first_row + rows.size()[0], self.0.size()[0]);
         if end > room {
             let larger = WrittenRows::empty(rows, end.max(2 * room))?;
-            larger.put(&self.0.f_narrow(0, 0, at)?, 0)?;
+            larger.put(&self.0.f_narrow(0, 0, first_row)?, 0)?;
             *self = larger;
         }
-        self.put(rows, at)
+        self.put(rows, first_row)
     }
 
-    /// Copies rows into the existing memory, the first one to row `at`.
-    fn put(&self, rows: &Tensor, at: i64) -> Result<()> {
-        self.0.f_narrow(0, at, rows.size()[0])?.f_copy_(rows)?;
+    /// Copies rows into the existing memory, from `first_row` on.
+    fn put(&self, rows: &Tensor, first_row: i64) -> Result<()> {
+        self.0.f_narrow(0, first_row, rows.size()[0])?.f_copy_(rows)?;
         Ok(())
     }
 

@@ -24,7 +24,9 @@ pub static SPEC: Spec = Spec {
     form: Form::Columns(&OPERATOR),
 };
 
+/// The running mean μ, initially 0.
 pub(super) const MEAN: StateBuffer = StateBuffer::new("running_mean", DeclaredShape::Width, 0.0);
+/// The running variance σ², initially 1.
 pub(super) const VARIANCE: StateBuffer = StateBuffer::new("running_var", DeclaredShape::Width, 1.0);
 
 option_spec! {
@@ -39,12 +41,14 @@ pub static OPERATOR: ColumnNormOpSpec = ColumnNormOpSpec {
     composed: settle_composed,
 };
 
-/// Updates the running mean (`first`) and variance (`second`) in training. Returns the statistics to apply: in
-/// evaluation the running ones if there are any, otherwise the batch's.
+/// Updates the running mean (`state.first`) and variance (`state.second`) in training. Returns the statistics to apply:
+/// in evaluation the running ones if there are any, otherwise the batch's. The state's buffers are empty if the norm
+/// keeps no running statistics.
 fn settle(batch: &BatchStatistics, state: &mut State, options: &ColumnOptions) -> Stats {
     if !options.train && !state.first.is_empty() {
         return Stats::new(state.first, state.second, options.eps);
     }
+    // `accepts` is false for a batch without rows or with statistics that are not finite.
     if options.train && !state.first.is_empty() && state.accepts(batch.count, &[&batch.mean, &batch.square]) {
         let alpha = options.alpha;
         for (running, now) in [(&mut *state.first, &batch.mean), (&mut *state.second, &batch.square)] {
@@ -54,7 +58,8 @@ fn settle(batch: &BatchStatistics, state: &mut State, options: &ColumnOptions) -
     Stats::of_batch(batch, options.eps)
 }
 
-/// Computes the same as `settle` with PyTorch's operations.
+/// Computes the same as `settle` with PyTorch's operations. The state's buffers are `None` if the norm keeps no running
+/// statistics.
 fn settle_composed(batch: &BatchTensors, state: &StateTensors, options: &ColumnOptions) -> Result<AppliedStatistics> {
     let (Some(mean), Some(variance)) = (&state.first, &state.second) else { return batch.used(options) };
     if !options.train {

@@ -59,10 +59,11 @@ pub struct Conventions {
     pub part: f64,
 }
 
-/// The operator of norms with other conventions whose x̂ the row kernels can compute in f32 and f64.
+/// The operator of an rmsnorm with other conventions than the usual ones, if row kernels can compute its x̂ in f32 and
+/// f64.
 static WITH_KERNELS: CompositeNormOpSpec = CompositeNormOpSpec { rows: Some(&rms_norm::OPERATOR), ..WITHOUT_KERNELS };
 
-/// The operator of all other norms with other conventions; it has only the composed form.
+/// The operator of an rmsnorm with other conventions whose x̂ no kernel computes; it has only the composed form.
 static WITHOUT_KERNELS: CompositeNormOpSpec = CompositeNormOpSpec {
     operator: "conventional_rms_norm",
     keywords: &["eps", "cast", "eps_place", "part"],
@@ -73,10 +74,12 @@ static WITHOUT_KERNELS: CompositeNormOpSpec = CompositeNormOpSpec {
     },
 };
 
-/// Returns the form of an rmsnorm with these options.
+/// Returns the form of an rmsnorm with these options. Errors if an option is invalid for the norm's width.
 pub fn form(given: &NormArgs) -> Result<Form> {
     let conventions = Conventions::of(given)?;
+    // Errors if no number of a row would be measured.
     conventions.measured(given.width)?;
+    // A form is chosen before x's type is known. It needs kernels for f32 at least.
     Ok(match (conventions.has_kernel(Kind::Float), conventions.cast) {
         (true, Cast::After) => Form::Rows(&rms_norm::OPERATOR),
         (true, _) => Form::Operator(&WITH_KERNELS),
@@ -114,7 +117,7 @@ impl Conventions {
         }
     }
 
-    /// Multiplies x̂ by the gain. x̂ has already been rounded to x's type.
+    /// Multiplies x̂, which has already been rounded to x's type, by the gain. The product is rounded to this type too.
     pub fn times_gain(&self, x_hat: Tensor, gain: Option<&Tensor>) -> Result<Tensor> {
         match gain {
             Some(_) => Ok(affine(accumulate(&x_hat)?, gain, None)?.f_to_kind(x_hat.kind())?),
@@ -124,26 +127,29 @@ impl Conventions {
 
     /// Computes y in x's type with PyTorch's operations. The mean square is over a row's first `measured` numbers.
     pub fn composed(&self, x: &Tensor, gain: Option<&Tensor>, eps: f64, measured: i64) -> Result<Tensor> {
-        let whole = accumulate(x)?;
+        let wide = accumulate(x)?;
         let measured_part = |x: &Tensor| x.f_narrow(-1, 0, measured);
+        // Rows are divided by `unit`, so that their squares stay in range, and ε is converted to the same unit below.
         // `unit` expects the ε that is added to the mean square. An ε outside the root is like ε² there.
-        let unit = unit(&measured_part(&whole)?, if self.eps_outside { eps * eps } else { eps })?;
-        let wide = whole.f_div(&unit)?;
+        let unit = unit(&measured_part(&wide)?, if self.eps_outside { eps * eps } else { eps })?;
+        let in_range = wide.f_div(&unit)?;
+        // The scale of x̂ = in_range·scale.
         let scale = if self.eps_outside {
             // For rows of zeros, PyTorch's norm has the gradient 0; a square root would have an infinite one.
-            let length = over_row(&measured_part(&wide)?, measured, |x| {
+            let length = over_row(&measured_part(&in_range)?, measured, |x| {
                 Ok(x.f_norm_scalaropt_dim(2.0, [-1i64].as_slice(), true)?)
             })?;
             // The root mean square is the length divided by √measured.
             let root = length.f_mul_scalar((measured as f64).powf(-0.5))?;
             root.f_add(&unit.f_reciprocal()?.f_mul_scalar(eps)?)?.f_reciprocal()?
         } else {
-            let square = mean(&measured_part(&wide)?.f_square()?, measured)?;
+            let square = mean(&measured_part(&in_range)?.f_square()?, measured)?;
             square.f_add(&in_units(eps, &unit)?)?.f_rsqrt()?
         };
         let x_hat = match self.cast {
-            Cast::Scale => whole.f_mul(&rounded(&scale.f_div(&unit)?, x.kind())?)?,
-            _ => wide.f_mul(&scale)?,
+            // The rounded number is the scale of x itself, not of x/unit.
+            Cast::Scale => wide.f_mul(&rounded(&scale.f_div(&unit)?, x.kind())?)?,
+            _ => in_range.f_mul(&scale)?,
         };
         match self.cast {
             Cast::After => Ok(affine(x_hat, gain, None)?.f_to_kind(x.kind())?),
@@ -151,7 +157,7 @@ impl Conventions {
         }
     }
 
-    /// True if, for rows of this type, x̂ is rounded before it is multiplied by γ.
+    /// True if x̂ of rows of this type is rounded before it is multiplied by γ. In f32 and f64, nothing is rounded.
     pub fn rounds_first(&self, kind: Kind) -> bool {
         self.cast != Cast::After && !is_wide(kind)
     }
@@ -162,7 +168,7 @@ impl Conventions {
 fn rounded(t: &Tensor, kind: Kind) -> Result<Tensor> {
     let exact = t.f_detach()?;
     let rounded = accumulate(&exact.f_to_kind(kind)?)?.f_to_kind(t.kind())?;
-    // The difference is a constant for autograd.
+    // For autograd, the added difference is a constant, so t's gradient is that of the identity.
     Ok(t.f_add(&rounded.f_sub(&exact)?)?)
 }
 
@@ -192,7 +198,7 @@ mod tests {
         Conventions::of(&given(name, &Options::NONE)).unwrap()
     }
 
-    /// Returns y of the composed form for rows of any width.
+    /// Returns y of the composed form for rows of any width. `how` are the norm's conventions.
     fn composed(how: Conventions, x: &Tensor, gain: Option<&Tensor>, eps: f64) -> Tensor {
         how.composed(x, gain, eps, how.measured(*x.size().last().unwrap()).unwrap()).unwrap()
     }
@@ -239,14 +245,15 @@ mod tests {
             };
             let (y, dx) = run(&x.copy(), 0.0);
             for size in [1e25, 1e-25] {
-                let (huge, d) = run(&(&x * size), 0.0);
-                let off = (huge - &y).abs().max().double_value(&[]);
-                let off_d = (d * size - &dx).abs().max().double_value(&[]);
-                assert!(off < 1e-5 && off_d < 1e-5, "{name} {size}: {off} {off_d}");
+                // With ε = 0, y does not depend on the size of x, and dx is divided by the size.
+                let (y_resized, dx_resized) = run(&(&x * size), 0.0);
+                let y_error = (y_resized - &y).abs().max().double_value(&[]);
+                let dx_error = (dx_resized * size - &dx).abs().max().double_value(&[]);
+                assert!(y_error < 1e-5 && dx_error < 1e-5, "{name} {size}: {y_error} {dx_error}");
             }
             // An ε that is large beside x makes y small, but not 0.
-            let off = (run(&(&x * 1e-25), 1e-5).0).abs().max().double_value(&[]);
-            assert!(off > 0.0 && off < 1e-18, "{name}: {off}");
+            let largest = (run(&(&x * 1e-25), 1e-5).0).abs().max().double_value(&[]);
+            assert!(largest > 0.0 && largest < 1e-18, "{name}: {largest}");
         }
     }
 
@@ -261,9 +268,9 @@ mod tests {
                 (composed(how, &x, None, 1e-6) * (rows.sign() * 8.0).to_kind(kind)).sum(kind).backward();
                 x.grad().to_kind(Kind::Double)
             };
-            let (found, exact) = (gradient(Kind::Half), gradient(Kind::Double));
-            let off = (found - &exact).abs().max().double_value(&[]);
-            assert!(off < 5e-3 * exact.abs().max().double_value(&[]), "{size}: {off}");
+            let (in_f16, exact) = (gradient(Kind::Half), gradient(Kind::Double));
+            let error = (in_f16 - &exact).abs().max().double_value(&[]);
+            assert!(error < 5e-3 * exact.abs().max().double_value(&[]), "{size}: {error}");
         }
     }
 

@@ -16,6 +16,7 @@ use tch::Tensor;
 pub struct Derf;
 
 impl CurveNorm for Derf {
+    /// Returns erf(z) and its derivative.
     #[inline(always)]
     fn at<A: Accumulator, S: Isa>(z: A) -> (A, A) {
         erf::<A, S>(z)

@@ -16,6 +16,7 @@ use tch::Tensor;
 pub struct DyT;
 
 impl CurveNorm for DyT {
+    /// Returns tanh(z) and its derivative.
     #[inline(always)]
     fn at<A: Accumulator, S: Isa>(z: A) -> (A, A) {
         tanh::<A, S>(z)

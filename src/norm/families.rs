@@ -95,6 +95,7 @@ impl Family {
         if given.get(&NORM_EPS).is_none() {
             options.set(&NORM_EPS, json!(self.eps)).expect("ε is a number");
         }
+        // An option of rmsnorm that the family does not set has its default. (`field` takes a heading of --help.)
         let overrides = (self.overrides)();
         for option in KEYWORDS.iter().filter_map(|keyword| keyword.option).filter(|o| o.name() != NORM_EPS.name) {
             let value = overrides.get(option.name()).cloned().unwrap_or_else(|| option.field("").default);

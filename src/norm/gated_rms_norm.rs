@@ -20,6 +20,7 @@ pub static SPEC: Spec = Spec {
     options: &[EPS, NormOption::of("rank", &RANK)],
     form: Form::Whole(|x, parameters, given| {
         let mut n = rms_norm::x_hat(x, &[], given)?;
+        // γ, W₁ and W₂, in the order in which they are declared above. Only γ may be left out.
         let [weight, down, up] = [0, 1, 2].map(|i| parameters[i].as_ref());
         if let Some(weight) = weight {
             n = n.f_mul(weight)?;

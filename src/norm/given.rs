@@ -116,12 +116,14 @@ static KNOWN: Mutex<Vec<RegisteredNorm>> = Mutex::new(Vec::new());
 /// a number added if another declaration in the process has the same name.
 pub fn entry(given: GivenNorm) -> Result<&'static Spec> {
     check(&given)?;
+    // The list is valid even if a thread panicked while it had the lock, so poisoning is ignored.
     let mut known = KNOWN.lock().unwrap_or_else(|e| e.into_inner());
     if let Some(registered) = known.iter().find(|known| *known.given == given) {
         return Ok(registered.spec);
     }
     let namesakes = known.iter().filter(|known| known.given.name == given.name).count();
     let name = if namesakes == 0 { given.name.clone() } else { format!("{}#{}", given.name, namesakes + 1) };
+    // Leaked memory is never freed, so the entry may be `&'static`.
     let given: &'static GivenNorm = Box::leak(Box::new(given));
     let own =
         OwnNorm { name: &given.name, declaration: serde_json::to_string(given).expect("numbers and words are JSON") };
@@ -228,9 +230,9 @@ mod tests {
 
     #[test]
     fn each_declaration_has_one_entry() {
-        let (one, other) = (entry(given(1.0)).unwrap(), entry(given(2.0)).unwrap());
-        assert!(std::ptr::eq(one, entry(given(1.0)).unwrap()) && one.name != other.name);
-        assert!(std::ptr::eq(find(other.name).unwrap(), other) && declared(other.name).unwrap().name == "own");
+        let (first, second) = (entry(given(1.0)).unwrap(), entry(given(2.0)).unwrap());
+        assert!(std::ptr::eq(first, entry(given(1.0)).unwrap()) && first.name != second.name);
+        assert!(std::ptr::eq(find(second.name).unwrap(), second) && declared(second.name).unwrap().name == "own");
     }
 
     #[test]

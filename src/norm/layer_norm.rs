@@ -18,15 +18,18 @@ pub struct LayerNorm;
 impl RowNorm for LayerNorm {
     const STATS: usize = 2;
 
+    /// Returns μ and 1/√(σ² + ε); `None` if the squares overflowed or lost bits.
     fn measure<A: Accumulator>(sums: &Sums<A>, eps: A) -> Option<Measured<A>> {
         let (mean, variance) = moments(sums);
         let square = variance + eps;
         trusted(square).then(|| Measured { shift: mean, scale: A::ONE / square.sqrt() })
     }
 
+    /// Returns μ and 1/√(σ² + ε) for a row whose squares leave the range.
     fn measure_scaled<A: Accumulator>(x: &[A], eps: A) -> Measured<A> {
         // Numbers are divided by the largest one, so that their squares stay in range.
         let unit = magnitude(x);
+        // A row of zeros has no unit by which to divide.
         if unit == A::ZERO {
             return Measured { shift: A::ZERO, scale: A::ONE / eps.sqrt() };
         }
@@ -38,6 +41,7 @@ impl RowNorm for LayerNorm {
         Measured { shift: mean * unit, scale: A::ONE / hypotenuse(variance.sqrt() * unit, eps.sqrt()) }
     }
 
+    /// Returns the coefficients of dx = p·g + q·x̂ − r, from Σg and Σg⊙x̂ over the row.
     fn gradient<A: Accumulator>(row: Measured<A>, _eps: A, cols: A, sum_g: A, sum_gx: A) -> RowGradient<A> {
         let share = row.scale / cols;
         RowGradient { p: row.scale, q: -(share * sum_gx), r: share * sum_g }
@@ -47,6 +51,7 @@ impl RowNorm for LayerNorm {
 /// Returns the mean and the biased variance of a row. `about` is a guess of the mean, and the sums are of x − `about`.
 fn moments<A: Accumulator>(sums: &Sums<A>) -> (A, A) {
     let share = A::ONE / sums.cols;
+    // With d = x − about, the mean is about + mean d, and σ² = mean d² − (mean d)². Rounding may make σ² negative.
     let correction = sums.sum * share;
     (sums.about + correction, A::ZERO.max(sums.squares * share - correction * correction))
 }
@@ -73,6 +78,7 @@ pub static OPERATOR: RowNormOpSpec = RowNormOpSpec {
 /// Returns x̂ = (x − μ)/√(σ² + ε).
 fn x_hat(x: &Tensor, _inside: &[Tensor], given: &NormArgs) -> Result<Tensor> {
     let eps = given.float("eps");
+    // Dividing both x and √ε by `unit` leaves x̂ unchanged, and keeps the squares in range.
     let unit = unit(x, eps)?;
     let x = x.f_div(&unit)?;
     let centred = x.f_sub(&mean(&x, given.width)?)?;

@@ -95,6 +95,7 @@ pub fn composed(x: &Tensor, weight: Option<&Tensor>, p: f64, eps: f64) -> Result
 
 /// Returns max(‖x‖_p, ε) of each row. If it is ε, autograd treats it as a constant.
 pub(super) fn clamped_length(x: &Tensor, p: f64, eps: f64) -> Result<Tensor> {
+    // Below, `a.f_where_self(mask, b)` is a where the mask is true, and b elsewhere.
     let magnitude = x.f_abs()?;
     let largest = magnitude.f_amax([-1i64].as_slice(), true)?.f_detach()?;
     let length = if p.is_infinite() {
@@ -102,7 +103,7 @@ pub(super) fn clamped_length(x: &Tensor, p: f64, eps: f64) -> Result<Tensor> {
         let is_largest = x.f_detach()?.f_abs()?.f_eq_tensor(&largest)?.f_to_kind(x.kind())?;
         let ties = is_largest.f_sum_dim_intlist([-1i64].as_slice(), true, None)?.f_clamp_min(1.0)?;
         let w = x.f_detach()?.f_sign()?.f_mul(&is_largest)?.f_div(&ties)?;
-        // The value of `zero` is 0, but its gradient is that of x. So the gradient of the length is w.
+        // `zero` is 0, but has the gradient of x. So the sum adds nothing to the length, but gives it the gradient w.
         let zero = x.f_sub(&x.f_detach()?)?;
         largest.f_add(&w.f_mul(&zero)?.f_sum_dim_intlist([-1i64].as_slice(), true, None)?)?
     } else {

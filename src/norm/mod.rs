@@ -100,7 +100,7 @@ pub fn named<'a>(name: &str, options: &'a Options) -> Result<(&'static Spec, Cow
     Ok((find(name)?, resolved))
 }
 
-/// Returns the options of all norms.
+/// Returns the options of all norms, each option once.
 pub fn option_specs() -> Vec<&'static dyn AnyOption> {
     distinct(NORMS.iter().flat_map(|norm| norm.options).filter_map(|keyword| keyword.option))
 }

@@ -23,7 +23,8 @@ pub struct RowNormOpSpec {
 }
 
 impl RowNormOpSpec {
-    /// Computes y in x's type with the composed form. A curve uses `numbers`, every other norm `eps`.
+    /// Computes y in x's type with the composed form. `affine` are the weight and the bias. A curve uses `numbers`,
+    /// every other norm `eps`.
     pub fn composed(
         &self,
         x: &Tensor,

@@ -85,7 +85,7 @@ pub static OPERATOR: ColumnNormOpSpec = ColumnNormOpSpec {
 };
 
 /// Returns the statistics to apply: the running ones from before this pass, or during warm-up the batch's own. In
-/// training, also updates ψ² and the number of updates t.
+/// training, also updates ψ² (`state.first`, the authors' φ) and the number of updates t.
 fn settle(batch: &BatchStatistics, state: &mut State, options: &ColumnOptions) -> Stats {
     let running = Stats::new(&batch.mean, state.first, options.eps); // the mean of a norm that does not centre is 0
     if !options.train {
@@ -98,6 +98,8 @@ fn settle(batch: &BatchStatistics, state: &mut State, options: &ColumnOptions) -
     // The authors' code divides by the number of all rows, padding included.
     let divisor = if options.release { batch.rows } else { batch.count };
     let squares = batch.square_of_all.as_ref().unwrap_or(&batch.square);
+    // `gamma` is Γ = mean x̂². The backward pass multiplies sums by `share`, and uses `slope` in place of 1/√(ψ² + ε).
+    // In the authors' code the gradient is never exact, and its slope is always the batch's own.
     let stats = Stats {
         gamma: memory::collected(squares.iter().zip(&used.scale).map(|(square, scale)| square * scale * scale)),
         share: if batch.count > 0.0 { 1.0 / divisor } else { 0.0 },
@@ -110,7 +112,7 @@ fn settle(batch: &BatchStatistics, state: &mut State, options: &ColumnOptions) -
         for (phi, now) in state.first.iter_mut().zip(&batch.square) {
             let decayed = |phi: f64| options.alpha * phi + (1.0 - options.alpha) * now;
             let mean_so_far = |phi: f64| phi + (now - phi) / t as f64;
-            // During warm-up, the authors' code averages and then also decays.
+            // During warm-up, the authors' code averages and then also decays; the warm-up's last update only decays.
             *phi = match (options.release, warming) {
                 (false, true) => mean_so_far(*phi),
                 (true, true) if t < options.warmup => decayed(mean_so_far(*phi)),
@@ -123,6 +125,7 @@ fn settle(batch: &BatchStatistics, state: &mut State, options: &ColumnOptions) -
 
 /// Computes the same as `settle` with PyTorch's operations; masks replace its branches on tensors' values.
 fn settle_composed(batch: &BatchTensors, state: &StateTensors, options: &ColumnOptions) -> Result<AppliedStatistics> {
+    // `phi` is the running ψ², `iters` the number of updates so far.
     let (Some(phi), Some(iters)) = (&state.first, &state.iters) else {
         unreachable!("the operator has asked for both")
     };
@@ -134,6 +137,7 @@ fn settle_composed(batch: &BatchTensors, state: &StateTensors, options: &ColumnO
     let t = iters.f_add_scalar(1)?;
     let has_rows = batch.count.f_gt(0.0)?;
     let warming = t.f_le(options.warmup)?.f_logical_and(&has_rows)?;
+    // `a.f_where_self(mask, b)` is a where the mask is true, and b elsewhere.
     let scale = own.scale.f_where_self(&warming, &running.scale)?;
     let slope = if options.release { own.scale.f_where_self(&has_rows, &scale)? } else { scale.shallow_clone() };
     let exact = if options.release { warming.f_zeros_like()? } else { warming.shallow_clone() };
@@ -149,6 +153,7 @@ fn settle_composed(batch: &BatchTensors, state: &StateTensors, options: &ColumnO
     let decayed = |from: &Tensor| from.f_add(&gap(from)?.f_mul_scalar(1.0 - options.alpha)?);
     let moved = match options.release {
         false => mean_so_far.f_where_self(&warming, &decayed(&old)?)?,
+        // During warm-up, the authors' code averages and then also decays; the warm-up's last update only decays.
         true => {
             let is_averaged = warming.f_logical_and(&t.f_lt(options.warmup)?)?;
             decayed(&mean_so_far.f_where_self(&is_averaged, &old)?)?

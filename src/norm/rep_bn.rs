@@ -65,7 +65,9 @@ pub static PROGRESSIVE: Spec = Spec {
     }),
 };
 
+/// γ, with the initial value that the option `start` chooses.
 const GAMMA: Parameter = Parameter { start: INITIAL, ..WEIGHT };
+/// η, the learned factor of x, with the same initial value.
 const SHARE: Parameter = Parameter { start: INITIAL, ..Parameter::one("share", 1.0).gain() };
 const INITIAL: Quantity =
     Quantity::By("1, or 0 if start is zeros", |given| (!given.is("start", Start::Zeros.name())).into());

@@ -19,11 +19,13 @@ pub struct RmsNorm;
 impl RowNorm for RmsNorm {
     const STATS: usize = 1;
 
+    /// Returns the scale 1/√(mean x² + ε); `None` if the squares overflowed or lost bits.
     fn measure<A: Accumulator>(sums: &Sums<A>, eps: A) -> Option<Measured<A>> {
         let square = sums.squares / sums.cols + eps;
         trusted(square).then(|| Measured { shift: A::ZERO, scale: A::ONE / square.sqrt() })
     }
 
+    /// Returns the scale 1/√(mean x² + ε) for a row whose squares leave the range.
     fn measure_scaled<A: Accumulator>(x: &[A], eps: A) -> Measured<A> {
         // Numbers are divided by the largest one, so that their squares stay in range.
         let unit = magnitude(x);
@@ -33,6 +35,7 @@ impl RowNorm for RmsNorm {
         Measured { shift: A::ZERO, scale: A::ONE / hypotenuse(root, eps.sqrt()) }
     }
 
+    /// Returns the coefficients of dx = p·g + q·x̂ − r, from Σg⊙x̂ over the row.
     fn gradient<A: Accumulator>(row: Measured<A>, _eps: A, cols: A, _sum_g: A, sum_gx: A) -> RowGradient<A> {
         RowGradient { p: row.scale, q: -(row.scale / cols * sum_gx), r: A::ZERO }
     }
@@ -64,6 +67,7 @@ pub static OPERATOR: RowNormOpSpec = RowNormOpSpec {
 /// Returns x̂ = x/√(mean x² + ε).
 pub(super) fn x_hat(x: &Tensor, _inside: &[Tensor], given: &NormArgs) -> Result<Tensor> {
     let eps = given.float("eps");
+    // Dividing both x and √ε by `unit` leaves x̂ unchanged, and keeps the squares in range.
     let unit = unit(x, eps)?;
     let x = x.f_div(&unit)?;
     let square = mean(&x.f_square()?, given.width)?;

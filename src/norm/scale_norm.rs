@@ -20,10 +20,13 @@ pub struct ScaleNorm;
 impl RowNorm for ScaleNorm {
     const STATS: usize = 1;
 
+    /// Returns the scale 1/max(n, ε); `None` if the squares overflowed or lost bits.
     fn measure<A: Accumulator>(sums: &Sums<A>, eps: A) -> Option<Measured<A>> {
+        // If n is below ε, the sum of squares may be imprecise, because 1/ε replaces 1/n.
         trusted(sums.squares.max(eps * eps)).then(|| clamped(A::ONE / sums.squares.sqrt(), eps))
     }
 
+    /// Returns the scale 1/max(n, ε) for a row whose squares leave the range.
     fn measure_scaled<A: Accumulator>(x: &[A], eps: A) -> Measured<A> {
         // Numbers are divided by the largest one, so that their squares stay in range.
         let unit = magnitude(x);
@@ -33,6 +36,7 @@ impl RowNorm for ScaleNorm {
         clamped(A::ONE / unit / square.sqrt(), eps)
     }
 
+    /// Returns the coefficients of dx = p·g + q·x̂ − r, from Σg⊙x̂ over the row.
     fn gradient<A: Accumulator>(row: Measured<A>, eps: A, _cols: A, _sum_g: A, sum_gx: A) -> RowGradient<A> {
         // Where ε limits the length, the divisor is a constant, so q is 0.
         let q = if row.scale >= A::ONE / eps { A::ZERO } else { -(row.scale * sum_gx) };

@@ -312,7 +312,8 @@ pub struct NormArgs {
 }
 
 impl NormArgs {
-    /// Returns the arguments of a norm whose only argument is ε; row kernels need no others.
+    /// Returns the arguments of a norm whose only argument is ε; row kernels need no others. The width 1 stands for any
+    /// width.
     pub(super) fn of_eps(eps: f64) -> Self {
         NormArgs { width: 1, values: Map::from_iter([("eps".to_string(), eps.into())]) }
     }
@@ -385,6 +386,7 @@ impl NormOption {
 
     /// Returns the words that the option accepts; empty if its values are not words.
     fn choices(&self) -> Vec<&'static str> {
+        // `field` takes a heading of --help, which does not matter here.
         self.option.map_or_else(Vec::new, |option| option.field("").choices)
     }
 
@@ -399,6 +401,7 @@ impl NormOption {
     /// Converts a number that an operator receives to the argument's value. Operators receive a flag as 0 or 1, and a
     /// word as its index among the choices.
     fn decode(&self, number: f64) -> Value {
+        // The argument's default value shows its type.
         match self.value(&NormContext::ANY) {
             Value::Bool(_) => (number != 0.0).into(),
             Value::Number(n) if n.is_i64() => (number as i64).into(),
@@ -439,7 +442,7 @@ impl Spec {
         has_weight && self.value("elementwise_affine", &context).is_none_or(|flag| flag == true)
     }
 
-    /// Returns the value of a keyword argument at a place; `None` if the norm does not have the keyword.
+    /// Returns the value of a keyword argument at a place of a model; `None` if the norm does not have the keyword.
     pub fn value(&self, keyword: &str, context: &NormContext) -> Option<Value> {
         Some(self.options.iter().find(|option| option.name == keyword)?.value(context))
     }
@@ -450,7 +453,8 @@ impl Spec {
         NormArgs { width: context.width, values: values.collect() }
     }
 
-    /// Checks the keyword arguments of a module, and returns them with the module's width.
+    /// Checks the keyword arguments of a module, and returns them with the module's width. A missing argument is read
+    /// as null.
     pub fn given(&self, width: i64, mut values: Map<String, Value>) -> Result<NormArgs> {
         for keyword in self.options {
             let value = values.get_mut(keyword.name).map_or(Value::Null, Value::take);

@@ -35,11 +35,17 @@ pub struct BatchTensors {
 
 /// The statistics from which x̂ is computed, and the numbers that the backward pass needs; see [`Stats`].
 pub struct AppliedStatistics {
+    /// The mean that is subtracted; `None` if the norm does not centre.
     pub shift: Option<Tensor>,
+    /// The factor of x − shift.
     pub scale: Tensor,
+    /// The factor that dx uses in place of `scale`.
     pub slope: Tensor,
+    /// The mean of x̂².
     pub gamma: Tensor,
+    /// A bool scalar: true if the statistics are the batch's own, so that they have a gradient.
     pub exact: Tensor,
+    /// The factor 1/rows of the means in the backward pass, a scalar; 0 if the pass needs no means.
     pub share: Tensor,
     /// The σ² or ψ² from which `scale` was computed.
     pub square: Tensor,
@@ -55,7 +61,8 @@ struct MaskedRows {
 }
 
 impl MaskedRows {
-    /// Casts x to the type in which statistics accumulate, and turns a single row (d,) into (1, d).
+    /// Casts x to the type in which statistics accumulate, and turns a single row (d,) into (1, d). `pad` is true at
+    /// padding; it has the shape of x without the last dimension.
     fn new(x: &Tensor, pad: Option<&Tensor>) -> Result<Self> {
         let x = accumulate(x)?;
         let x = if x.dim() == 1 { x.f_unsqueeze(0)? } else { x };
@@ -125,6 +132,7 @@ impl BatchTensors {
         // Each rank's row: count, rows, d means, d squares about its means, d squares over all rows: (ranks, 2 + 3d).
         let gathered = ranks.gather(&Tensor::f_cat(&own, 0)?)?;
         let d = self.square.size()[0];
+        // Returns `n` columns of `gathered`, beginning at column `from`.
         let columns = |from: i64, n: i64| gathered.f_narrow(1, from, n);
         let weighted_sum =
             |shares: &Tensor, t: &Tensor| shares.f_mul(t)?.f_sum_dim_intlist([0i64].as_slice(), false, None);
@@ -155,6 +163,7 @@ impl BatchTensors {
     /// Returns the batch's own statistics in the form in which they are applied.
     pub fn used(&self, options: &ColumnOptions) -> Result<AppliedStatistics> {
         let has_rows = self.count.f_gt(0.0)?;
+        // 1/count, or 0 without rows: `a.f_where_self(mask, b)` is a where the mask is true, and b elsewhere.
         let share = self.count.f_reciprocal()?.f_where_self(&has_rows, &self.count.f_zeros_like()?)?;
         let used = AppliedStatistics::of(self.mean.as_ref(), &self.square, &self.count, options)?;
         Ok(AppliedStatistics { exact: has_rows.f_ones_like()?, share, ..used })
@@ -207,6 +216,7 @@ impl StateTensors {
     /// the state. Counts a batch with non-finite numbers as refused.
     pub fn accepts(&self, batch: &BatchTensors, values: &[&Tensor]) -> Result<Tensor> {
         no_grad(|| {
+            // A number must be finite in the type of the state's buffers.
             let kind = self.first.as_ref().map_or(Kind::Double, Tensor::kind);
             let has_rows = batch.count.f_gt(0.0)?;
             let mut finite = has_rows.f_ones_like()?;
@@ -243,7 +253,8 @@ impl StateTensors {
 }
 
 /// Returns y and the statistics that the backward pass needs. Autograd's gradient of y is right if the norm's gradient
-/// is that of its formula. If `given` has the statistics of an earlier forward pass, they are applied unchanged.
+/// is that of its formula. `pad` is true at padding rows. If `given` has the statistics of an earlier forward pass,
+/// they are applied unchanged.
 pub fn forward(
     kernels: &ColumnNormOpSpec,
     x: &Tensor,
@@ -310,6 +321,7 @@ pub fn backward(
         Some(weight) => weight.f_to_kind(g.kind())?,
         None => scale.f_ones_like()?,
     };
+    // The coefficients p and q of the formula above.
     let p = weight.f_mul(&slope)?;
     // The gradients of parameters are sums over this rank's rows; dx uses the sums over all ranks.
     let (sum_g_over_ranks, sum_gx_over_ranks) = match options.ranks {
@@ -321,7 +333,7 @@ pub fn backward(
     };
     let lambda = weight.f_mul(&sum_gx_over_ranks)?.f_mul(&share)?;
     // If the applied statistics are not the batch's own, dx does not depend on the batch's sums. The sums may be
-    // infinite, so a mask replaces them by zeros.
+    // infinite, so they are replaced by zeros: `a.f_where_self(mask, b)` is a where the mask is true, and b elsewhere.
     let (is_exact, zeros) = (exact.f_eq(1.0)?, slope.f_zeros_like()?);
     let mut q = slope.f_mul(&lambda)?.f_where_self(&is_exact, &zeros)?;
     if let (true, true, Some(ema)) = (kernels.kernel.approximate, options.train, &state.second) {

@@ -28,7 +28,8 @@ pub fn adam_in_place(buffers: &AdamBuffers, settings: &Coefficients) -> Result<(
     Ok(())
 }
 
-/// Declares the update, which has kernels on GPUs and a formula elsewhere.
+/// Declares the update, which has kernels on GPUs and a formula elsewhere. `first` and `second` are the moments; each
+/// parameter is multiplied by `keep` (its weight decay) before the step is subtracted.
 pub(super) fn operator() -> Operator {
     // The letter n stands for the length of a buffer.
     let buffer = |name| tensor(name, "=n", DtypeRule::Float32).written();
@@ -71,7 +72,8 @@ pub(super) fn operator() -> Operator {
     .counted(&HANDLE)
 }
 
-/// Reads a call's arguments; `convert` turns the first seven, which are tensors, into tensors or views.
+/// Reads a call's arguments. `convert` turns each of the first seven, which are tensors, into the form that the caller
+/// needs: a tensor for the formula, a view for the kernel.
 fn read<T>(call: &Call, convert: impl Fn(&Value) -> T) -> (Buffers<T>, Coefficients) {
     let [tensors @ .., beta1, beta2, eps, seed, update, place] = call.arguments::<13>();
     let [parameters, first, second, gradients, grad_scale, step_size, keep] = tensors.each_ref().map(convert);

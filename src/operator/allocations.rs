@@ -42,7 +42,7 @@ impl Drop for Counter {
     }
 }
 
-// Functions of shim.cpp.
+// These functions are in shim.cpp.
 extern "C" {
     fn nfrs_count_memory() -> *mut c_void;
     fn nfrs_counted_peak(counter: *const c_void) -> i64;

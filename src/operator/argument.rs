@@ -1,10 +1,11 @@
 //! The declaration of an operator's argument or output.
 
-/// The requirements on a tensor or a number. `shim/declared.h` describes the notation of `sizes`.
+/// The requirements on a tensor or a number of an operator's call.
 #[derive(Clone)]
 pub struct Argument {
     pub name: &'static str,
-    /// The shape, with a letter or a digit per dimension. `*` stands for any leading dimensions: "*d" is (…, d).
+    /// The shape, with a letter or a digit per dimension. `*` stands for any leading dimensions: "*d" is (…, d). "=3"
+    /// means three numbers in any shape; `shim/declared.h` describes the whole notation.
     pub sizes: String,
     pub dtype: DtypeRule,
     /// A combination of the flags below.
@@ -49,12 +50,13 @@ pub enum Reading {
     State,
 }
 
-// These are the flags of declared.h.
+// The flags of `Argument::is`; the methods of `Argument` that set them say what they mean. C++ reads these four from
+// `is`, so declared.h has the same numbers.
 pub const OPTIONAL: u8 = 1;
 const HOST: u8 = 2;
 pub const WRITTEN: u8 = 4;
 const SHARED: u8 = 8;
-// declared.h lacks the flags below: C++ gets the indices of the arguments that have them.
+// C++ does not read the flags below: it gets the indices of the arguments that have them.
 pub const LEADER: u8 = 16;
 pub const KEPT: u8 = 32;
 pub const PLAIN: u8 = 64;
@@ -85,7 +87,7 @@ pub fn seed() -> Argument {
     Argument { reading: Reading::Seed, ..tensor("seed", "=3", DtypeRule::Int64).optional().flag(HOST) }
 }
 
-/// Declares an integer argument. In the `sizes` of other arguments, `letter` stands for its value.
+/// Declares an integer argument. In the `sizes` of other arguments, `letter` stands for the value that a call gives it.
 pub fn number(name: &'static str, letter: &str) -> Argument {
     tensor(name, letter, DtypeRule::Number)
 }
@@ -95,9 +97,10 @@ pub fn title(name: &'static str) -> Argument {
     tensor(name, "", DtypeRule::Title)
 }
 
-/// Declares a backward operator's output `name`, the gradient of the argument `of`.
-pub fn gradient(name: &'static str, of: &'static str) -> Argument {
-    tensor(name, "@", DtypeRule::Same).like(of)
+/// Declares a backward operator's output `name`, the gradient of the forward operator's argument `argument`, in that
+/// argument's shape and type.
+pub fn gradient(name: &'static str, argument: &'static str) -> Argument {
+    tensor(name, "@", DtypeRule::Same).like(argument)
 }
 
 impl Argument {

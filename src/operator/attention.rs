@@ -13,9 +13,10 @@ use tch::Tensor;
 
 static HANDLE: Handle = Handle::new("attention");
 
-/// Computes attention through the dispatcher. q is (rows, d), k and v are (rows, d), and `ranges` is int64 (n, 4)
-/// with the (q_start, q_len, k_start, k_len) of each sentence. `p` is the dropout rate of the weights. `seed` is int64
-/// (seed, update, micro-batch); without it nothing is dropped. `site` numbers the places of dropout in a model.
+/// Computes attention through the dispatcher. q is (query rows, d); k and v are (key rows, d). `ranges` is int64 (n,
+/// 4), with the (q_start, q_len, k_start, k_len) of each sentence. `p` is the dropout rate of the weights. `seed` is
+/// int64 (seed, update, micro-batch); without it nothing is dropped. `site` numbers the places of dropout in a model.
+/// Returns the output (rows, d).
 pub fn attention(
     q: &Tensor,
     k: &Tensor,
@@ -34,7 +35,8 @@ pub fn attention(
 }
 
 /// Computes attention with options that no kernel has, using tch operations. The scores of all sentences, padded to
-/// the longest, are in memory at the same time. `dropout` is (p, seed, site).
+/// the longest, are in memory at the same time. `dropout` is (p, seed, site); the other arguments and the result are
+/// those of [`attention`].
 pub fn composed_attention(
     [q, k, v]: [&Tensor; 3],
     ranges: &Tensor,
@@ -45,13 +47,14 @@ pub fn composed_attention(
     dropout: Option<(f64, &Tensor, i64)>,
 ) -> Result<Tensor> {
     let settings = Settings { heads, causal, scale, draw: Draw::NONE };
+    // The formula asks for the dropout factors itself, so its settings have none.
     let draw = |rows, cols| dropout.map(|(p, seed, site)| dropout_mask(seed, rows, cols, p, site)).transpose();
     composed(q, k, v, ranges, &settings, extras, draw)
 }
 
 /// Computes attention with torch's `scaled_dot_product_attention` on padded sentences, (sentences, heads, length,
-/// d_head); the mask is added to scale·QKᵀ. cuDNN's kernel, which torch prefers for 16 bits on recent GPUs, is turned
-/// off: it builds a plan for every new shape, and sentences have many shapes.
+/// d_head). The mask is added to scale·QKᵀ. cuDNN's kernel, which torch prefers for 16 bits on recent GPUs, is turned
+/// off, because it builds a plan for every new shape, and sentences have many shapes.
 pub fn padded_attention([q, k, v]: [&Tensor; 3], mask: Option<&Tensor>, causal: bool, scale: f64) -> Result<Tensor> {
     let _without = WithoutCudnn::new();
     let (dropout, has_grouped_heads) = (0.0, false);
@@ -80,18 +83,20 @@ impl WithoutCudnn {
 }
 
 impl Drop for WithoutCudnn {
+    /// Turns cuDNN's attention on again if this is the last guard, and if it was on before the first one.
     fn drop(&mut self) {
         let mut state = WITHOUT_CUDNN.lock().unwrap_or_else(PoisonError::into_inner);
         let (guards, was_on) = &mut *state;
         *guards -= 1;
         if *guards == 0 && *was_on {
-            // SAFETY: see above.
+            // SAFETY: the function sets torch's switch.
             unsafe { nfrs_set_cudnn_attention(true) };
         }
     }
 }
 
 extern "C" {
+    /// Allows or forbids cuDNN in torch's attention, and returns the old setting.
     fn nfrs_set_cudnn_attention(on: bool) -> bool;
 }
 
@@ -140,7 +145,8 @@ pub(super) fn operator() -> Operator {
         let [q, k, v, ranges, numbers @ .., p, seed, site] = call.arguments::<10>();
         let [q, k, v, ranges] = [q, k, v, ranges].map(Value::required);
         let (settings, draw) = (settings(numbers, Draw::NONE), |rows, cols| drawn([p, seed, site], rows, cols));
-        Ok(vec![Some(composed(&q, &k, &v, &ranges, &settings, &Extras::NONE, draw)?), None])
+        let out = composed(&q, &k, &v, &ranges, &settings, &Extras::NONE, draw)?;
+        Ok(vec![Some(out), None]) // only the backward kernel reads `lse`
     })
     .backward(
         Operator::new(
@@ -158,7 +164,7 @@ pub(super) fn operator() -> Operator {
             let [dout, q, k, v, lse, ranges, numbers @ .., p, seed, site] = call.arguments::<12>();
             let settings = settings(numbers, draw(call, [p, seed, site]));
             let gradients = call.outputs::<3>().each_ref().map(|d| d.view);
-            let shares = None; // `lse` was computed from all of these keys
+            let shares = None; // they are needed only if `lse` was computed from more keys than these
             kernel::backward(&views([q, k, v, ranges], settings), &dout.view, &lse.view, shares, &gradients)
         })
         .formula(|call| {

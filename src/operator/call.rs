@@ -127,17 +127,24 @@ macro_rules! values {
 }
 pub(super) use values;
 
-/// A call in one of its stages: plan, kernel, formula or gradient. declared.h describes the fields.
+/// A call in one of its stages: plan, kernel, formula or gradient. declared.h has the same struct for C++.
 #[repr(C)]
 pub struct Call {
     arguments: Span<Value>,
     outputs: Span<Value>,
+    /// A gradient for each output, in the gradient stage.
     gradients: *const Value,
+    /// A bit for each argument whose gradient is wanted.
     wanted: u64,
+    /// The CUDA device whose kernels run, or -1.
     device: i32,
+    /// The number of a [`Why`].
     why: i32,
+    /// A bit for each output that is not computed. Rust sets this field and the next two during the call.
     absent: Cell<u64>,
+    /// A bit for each argument whose working copy has changed.
     written: Cell<u64>,
+    /// True if no kernel accepts the call.
     composed: Cell<bool>,
 }
 
@@ -166,7 +173,7 @@ impl Call {
 
     /// Returns all outputs, for operators whose number of outputs depends on what a user declares.
     pub fn all_outputs(&self) -> &[Value] {
-        // SAFETY: see above.
+        // SAFETY: C++ keeps the outputs until the call has ended.
         unsafe { self.outputs.get() }
     }
 
@@ -189,16 +196,16 @@ impl Call {
 
     /// Returns the arguments as tensors, with `None` for those whose gradient is not wanted.
     pub fn wanted(&self) -> Vec<Option<Tensor>> {
-        let is_wanted = |i: usize| self.wanted >> i & 1 == 1;
+        let is_wanted = |i: usize| self.wanted >> i & 1 == 1; // bit i belongs to argument i
         self.all().iter().enumerate().map(|(i, v)| v.tensor().filter(|_| is_wanted(i))).collect()
     }
 
-    /// Calls `formula` with this call, in which those of `tensors` that are `Some` replace the arguments.
+    /// Calls `formula` with a copy of this call, in which those of `tensors` that are `Some` replace the arguments.
     pub fn with<T>(&self, tensors: &[Option<Tensor>], formula: impl FnOnce(&Call) -> T) -> T {
         self.with_values(&replaced(self.all(), tensors), formula)
     }
 
-    /// Calls `formula` with this call and other arguments.
+    /// Calls `formula` with a copy of this call that has these arguments.
     pub fn with_values<T>(&self, arguments: &[Value], formula: impl FnOnce(&Call) -> T) -> T {
         // The three cells are new, because bits that Rust sets during `formula` must not change this call.
         let (no_bits, is_composed) = (Cell::new(0), Cell::new(false));
@@ -238,7 +245,7 @@ impl Call {
 
 /// Returns a copy of `given` in which the tensors that are `Some` replace the values at their indices.
 pub fn replaced(given: &[Value], tensors: &[Option<Tensor>]) -> Vec<Value> {
-    given.iter().zip(tensors).map(|(own, t)| t.as_ref().map_or(*own, Value::from)).collect()
+    given.iter().zip(tensors).map(|(value, t)| t.as_ref().map_or(*value, Value::from)).collect()
 }
 
 /// Returns the number of a floating type in c10::ScalarType, which tch does not publish.

@@ -33,8 +33,8 @@ struct GroupMember {
 }
 
 impl GroupMember {
-    /// Calls a collective operation, waits for it, and returns its result. If another process has died, the error says
-    /// so in one line.
+    /// Calls a collective operation with these arguments, waits for it, and returns its result. If another process has
+    /// died, the error says so in one line.
     fn waited(&self, collective: &Handle, arguments: &[Value]) -> Result<Tensor> {
         let call = || {
             let [t] = collective.call(arguments)?;
@@ -67,6 +67,7 @@ impl Ranks for GroupMember {
         &self.name
     }
 
+    /// Returns the t of all ranks, stacked along a new first dimension.
     fn gather(&self, t: &Tensor) -> Result<Tensor> {
         let t = t.f_unsqueeze(0)?.f_contiguous()?;
         self.waited(&ALL_GATHER, &values![&t, self.size as i64, self.name()])
@@ -108,7 +109,8 @@ impl ProcessGroup {
         known().iter().find(|group| group.name == name).map(|group| ProcessGroup(Some(*group)))
     }
 
-    /// Returns the group in the form for norms; `None` for a single process.
+    /// Returns the group in the form that norms with statistics over several processes need; `None` for a single
+    /// process.
     pub fn ranks(self) -> Option<&'static dyn Ranks> {
         self.0.map(|member| member as &dyn Ranks)
     }

@@ -52,8 +52,8 @@ impl ColumnNormOp {
         operator.expect("every norm with statistics of columns is in COLUMN_NORMS")
     }
 
-    /// Returns N(x) and the statistics that it used. The call goes through the dispatcher: it is differentiable and
-    /// runs on any device.
+    /// Returns the normalised x and the statistics that were used. The call goes through the dispatcher: it is
+    /// differentiable and runs on any device.
     pub fn call(&self, call: &Column) -> Result<(Tensor, Tensor)> {
         let Column { x, weight, bias, pad_mask, stats, .. } = *call;
         let StateTensors { first, second, iters, refused } = &call.state;
@@ -70,7 +70,8 @@ impl ColumnNormOp {
 
 // ---- the operators ----
 
-/// Declares the operator of a norm, (x, parameters, mask, buffers, …) → (y, statistics), with its backward operator.
+/// Declares the operator of a norm, (x, parameters, mask, buffers, …) → (y, statistics), with its backward operator. In
+/// the sizes, d is the number of columns, and "*" stands for the leading dimensions, the rows.
 pub(super) fn operator(norm: &'static ColumnNormOp) -> Operator {
     let (spec, name, [first, second]) = (norm.kernels, norm.kernels.operator, norm.kernels.state);
     let per_column = |name| tensor(name, "=d", DtypeRule::Floating).optional();
@@ -157,7 +158,7 @@ pub(super) fn operator(norm: &'static ColumnNormOp) -> Operator {
     .counted(&norm.handle)
 }
 
-/// True if the argument chooses the variant that PowerNorm's authors released.
+/// True if the argument `variant` chooses the variant that PowerNorm's authors released, false for that of their paper.
 fn is_release(spec: &ColumnNormOpSpec, variant: &Value) -> Result<bool> {
     match variant.text() {
         "paper" => Ok(false),
@@ -181,7 +182,7 @@ fn ranks(spec: &ColumnNormOpSpec, name: &Value) -> Result<Option<&'static dyn Ra
     Ok(group.ranks())
 }
 
-/// Reads the options of a forward call.
+/// Reads the options of a forward call, the last seven arguments.
 fn options(spec: &ColumnNormOpSpec, call: &Call) -> Result<ColumnOptions> {
     let [.., train, alpha, eps, alpha_bwd, warmup, variant, group] = call.arguments::<16>();
     Ok(ColumnOptions {
@@ -195,7 +196,7 @@ fn options(spec: &ColumnNormOpSpec, call: &Call) -> Result<ColumnOptions> {
     })
 }
 
-/// Reads the options of a backward call; all others keep their defaults.
+/// Reads the options of a backward call, the last four arguments; all others keep their defaults.
 fn backward_options(spec: &ColumnNormOpSpec, call: &Call) -> Result<ColumnOptions> {
     let [.., train, alpha_bwd, variant, group] = call.arguments::<11>();
     let (ranks, release) = (ranks(spec, group)?, is_release(spec, variant)?);
@@ -230,7 +231,7 @@ fn plan(spec: &ColumnNormOpSpec, call: &Call) -> Result<()> {
             "under vmap every example would move the running statistics: call eval() first, or give no buffers",
         ),
         _ => {
-            // The GPU kernels support only one process, and only buffers of the same type.
+            // The GPU kernels support only one process, and only buffers of one type.
             let mixed = !second.is_none() && first.dtype != second.dtype;
             if call.device().is_some() && (mixed || options.ranks.is_some()) {
                 call.decline();

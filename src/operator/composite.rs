@@ -16,11 +16,14 @@ use std::sync::LazyLock;
 use tch::Tensor;
 
 static HANDLE: Handle = Handle::new("lp_norm");
+/// lp_norm's kernels, which exist only on GPUs.
 static ON_DEVICE: Handle = Handle::new("lp_norm_forward");
+/// The operator of all norms that users declare in Python.
 static OWN: Handle = Handle::new("own_norm");
 static CONVENTIONAL: Handle = Handle::new("conventional_rms_norm");
 
-/// Computes y of a norm that a user declared, with an operator that python/normformer_rs/declarations/norm.py defines.
+/// Computes y of the norm `own`, which a user declared, with an operator that Python defines in
+/// normformer_rs/declarations/norm.py. `parameters` are the norm's parameters in order.
 pub fn norm_of_ones_own(own: &OwnNorm, x: &Tensor, parameters: &[Tensor]) -> Result<Tensor> {
     // The schema has MOST parameters; those that the norm does not have are None.
     let parameter = |i: usize| Value::from(parameters.get(i));
@@ -38,7 +41,7 @@ pub fn norm_of_ones_own(own: &OwnNorm, x: &Tensor, parameters: &[Tensor]) -> Res
     Ok(y)
 }
 
-/// Computes y of a norm that has its own operator, through the dispatcher.
+/// Computes y of the norm `own`, which has its own operator, through the dispatcher. `given` are the norm's options.
 pub fn own_norm(own: &CompositeNormOpSpec, x: &Tensor, weight: Option<&Tensor>, given: &NormArgs) -> Result<Tensor> {
     let handle = [&HANDLE, &CONVENTIONAL].into_iter().find(|handle| handle.name == own.operator);
     // Options are passed as words or as numbers.
@@ -52,8 +55,8 @@ pub fn own_norm(own: &CompositeNormOpSpec, x: &Tensor, weight: Option<&Tensor>, 
     Ok(y)
 }
 
-/// Divides each of `groups` equal parts of x's last dimension by its root mean square, with rmsnorm's kernel. x has
-/// the shape (…, d).
+/// Divides each of `groups` equal parts of the last dimension of x (…, d) by its root mean square, with RMSNorm's
+/// kernel.
 pub fn group_scaling(x: &Tensor, groups: i64) -> Result<Tensor> {
     static NORM: LazyLock<&RowNormOp> = LazyLock::new(|| RowNormOp::of(&rms_norm::OPERATOR));
     if groups == 1 {
@@ -76,7 +79,8 @@ fn composition(
 ) -> Operator {
     let formula = move |call: &Call| {
         let x = call.first();
-        let y = if engine::has_columns(&x, 0) { x.f_mul_scalar(1.0)? } else { y(call, &x)? };
+        let is_empty = engine::has_columns(&x, 0); // true if x has 0 columns
+        let y = if is_empty { x.f_mul_scalar(1.0)? } else { y(call, &x)? };
         Ok(vec![Some(y)])
     };
     Operator::new(schema, arguments, [tensor("y", "*d", DtypeRule::Same)]).formula(formula).composition()
@@ -141,7 +145,7 @@ pub(super) fn lp_norm_on_device() -> Operator {
         .formula(|call| {
             let [dy, x, weight, _, p, eps] = call.arguments();
             let (x, weight, p, eps) = (x.required(), weight.tensor(), p.float(), eps.float());
-            let present: Vec<&Tensor> = [&x].into_iter().chain(&weight).collect();
+            let present: Vec<&Tensor> = [&x].into_iter().chain(&weight).collect(); // x, and the weight if there is one
             let composed = |leaves: &[Tensor]| lp::composed(&leaves[0], leaves.get(1), p, eps);
             let mut gradients = engine::gradients(&present, &dy.required(), composed)?;
             gradients.resize_with(2, || None); // without a weight, dweight is absent
@@ -180,7 +184,7 @@ pub(super) fn conventional_rms_norm() -> Operator {
             false => NORM.call(x, weight.as_ref(), None, eps),
         }
     })
-    // Errors if the part of a row that is measured has no numbers.
+    // The plan errors if the part of a row that is measured has no numbers.
     .plan(|call| {
         let (conventions, ..) = read(call)?;
         conventions.measured(engine::width(&call.first())?).map(drop)

@@ -14,8 +14,8 @@ static HANDLE: Handle = Handle::new("label_smoothed_cross_entropy");
 static IN_PLACE: Handle = Handle::new("label_smoothed_cross_entropy_");
 
 /// Returns (loss, nll), with one number per row; only the loss is differentiable. The logits are (rows, V), `target`
-/// is int64 (rows). `mask` is bool (V), true for columns in the target vocabulary. Rows whose target is `ignore_index`
-/// have the loss 0.
+/// is int64 (rows). `mask` is bool (V), true for columns in the target vocabulary. `smoothing` has the weights of the
+/// target's −log p and of every class's. Rows whose target is `ignore_index` have the loss 0.
 pub fn cross_entropy(
     logits: &Tensor,
     target: &Tensor,
@@ -29,7 +29,7 @@ pub fn cross_entropy(
 }
 
 /// Returns (loss, nll), and overwrites the logits with `scale`·∂(Σ loss)/∂logits. `scale` is one float64 number on
-/// the logits' device.
+/// the logits' device; the other arguments are those of [`cross_entropy`].
 pub fn cross_entropy_in_place(
     logits: &mut Tensor,
     target: &Tensor,
@@ -46,7 +46,7 @@ pub fn cross_entropy_in_place(
 
 // ---- the operators ----
 
-/// Declares the logits. The letters n and c stand for the numbers of rows and classes.
+/// Declares the logits, (rows, classes). In all sizes, n stands for the number of rows and c for that of classes.
 fn logits() -> Argument {
     leader("logits", "nc")
 }
@@ -61,7 +61,7 @@ fn mask() -> Argument {
     tensor("mask", "c", DtypeRule::Bool).optional()
 }
 
-/// Declares a tensor with one number per row.
+/// Declares a tensor `name` with one number per row.
 fn per_row(name: &'static str) -> Argument {
     tensor(name, "n", DtypeRule::Computed)
 }
@@ -104,7 +104,7 @@ pub(super) fn operator() -> Operator {
     .formula(|call| {
         let [logits, rest @ ..] = call.arguments::<6>();
         let (loss, nll) = formula(&logits.required(), rest)?;
-        Ok(vec![Some(loss), Some(nll.f_detach()?), None])
+        Ok(vec![Some(loss), Some(nll.f_detach()?), None]) // only the backward kernel reads `lse`
     })
     .backward(
         Operator::new(
@@ -154,7 +154,8 @@ pub(super) fn in_place_operator() -> Operator {
         let [logits, rest @ .., scale] = call.arguments::<7>();
         let (mut logits, mut losses) = (logits.required(), None);
         let wide = logits.f_to_kind(accumulation(logits.kind()))?;
-        // The differentiated function is Σ loss, a scalar whose own gradient is 1. It also stores the rows' losses.
+        // The differentiated function is Σ loss, a scalar (a tensor of shape []) whose own gradient is 1. While it
+        // runs, it also stores the rows' losses in `losses`.
         let one = Tensor::f_ones([0i64; 0].as_slice(), (wide.kind(), wide.device()))?;
         let dlogits = engine::gradients(&[&wide], &one, |leaves| {
             let (loss, nll) = formula(&leaves[0], rest)?;
@@ -178,7 +179,8 @@ fn views(tensors: [&Value; 3], [nll, uniform, ignore_index]: &[Value; 3]) -> Los
     LossViews { logits, target, mask, smoothing, ignore_index: ignore_index.int() }
 }
 
-/// Computes (loss, nll) with tch operations; autograd can differentiate the loss.
+/// Computes (loss, nll) with tch operations, from the logits and the arguments that follow them in the schema; autograd
+/// can differentiate the loss.
 fn formula(logits: &Tensor, [target, mask, nll, uniform, ignore_index]: &[Value; 5]) -> Result<(Tensor, Tensor)> {
     let smoothing = Smoothing { nll: nll.float(), uniform: uniform.float() };
     composed(logits, &target.required(), mask.tensor().as_ref(), smoothing, ignore_index.int())

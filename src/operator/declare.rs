@@ -17,7 +17,7 @@ type Run = Box<dyn Fn(&Call) -> Result<()> + Send + Sync>;
 /// A function that computes outputs or gradients. `None` stands for an output of zeros, or for an absent gradient.
 type Make = Box<dyn Fn(&Call) -> Result<Vec<Option<Tensor>>> + Send + Sync>;
 
-/// The declaration of an operator. Methods of nearly the same names set the fields.
+/// The declaration of an operator. A method of nearly the same name sets each optional field, and describes it.
 pub struct Operator {
     pub(super) schema: String,
     pub(super) arguments: Vec<Argument>,
@@ -27,7 +27,7 @@ pub struct Operator {
     kernel: Option<Run>,
     pub(super) formula: Option<Make>,
     pub(super) backward: Option<Box<Operator>>,
-    /// Set for a backward operator when its forward operator is registered.
+    /// The forward operator of a backward operator; it is set when the forward operator is registered.
     pub(super) forward: OnceLock<&'static Operator>,
     pub(super) double_backward: Option<Make>,
     pub(super) has_own_gradient: bool,
@@ -79,12 +79,12 @@ impl Operator {
         Operator { plan: Some(Box::new(plan)), ..self }
     }
 
-    /// Sets the kernel, which writes the outputs on the CPU and on GPUs.
+    /// Sets the kernel, which writes the call's outputs on the CPU and on GPUs.
     pub fn kernel(self, kernel: impl Fn(&Call) -> Result<()> + Send + Sync + 'static) -> Self {
         self.kernel_on(Kernels::Everywhere, kernel)
     }
 
-    /// Sets the kernel for only one kind of device.
+    /// Sets the kernel for the devices `kernels` alone.
     pub fn kernel_on(self, kernels: Kernels, kernel: impl Fn(&Call) -> Result<()> + Send + Sync + 'static) -> Self {
         Operator { kernels, kernel: Some(Box::new(kernel)), ..self }
     }
@@ -145,7 +145,7 @@ impl Operator {
         self.schema.split('(').next().unwrap_or_default()
     }
 
-    /// Returns the error of a call that finds no kernel or no formula.
+    /// Returns the error for a call that needs a kernel or a formula which the operator lacks.
     fn missing(&self) -> Error {
         Error::Torch(format!("{} has no kernel here", self.name()))
     }

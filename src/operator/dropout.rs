@@ -10,7 +10,7 @@ use tch::Tensor;
 
 static MASK: Handle = Handle::new("dropout_mask");
 
-/// Errors unless p lies in [0, 1).
+/// Errors unless the rate p lies in [0, 1); `operator` is the name in the message.
 pub fn check_rate(operator: &str, p: f64) -> Result<()> {
     match (0.0..1.0).contains(&p) {
         true => Ok(()),
@@ -18,7 +18,7 @@ pub fn check_rate(operator: &str, p: f64) -> Result<()> {
     }
 }
 
-/// Errors if the rate is wrong, or if it is above 0 and there is no seed.
+/// Errors if the rate p is not in [0, 1), or if it is above 0 and there is no seed.
 pub fn check_dropout(operator: &str, p: &Value, seed: &Value) -> Result<()> {
     check_rate(operator, p.float())?;
     match p.float() == 0.0 || !seed.is_none() {
@@ -29,7 +29,8 @@ pub fn check_dropout(operator: &str, p: &Value, seed: &Value) -> Result<()> {
     }
 }
 
-/// Returns the dropout settings for a kernel, from the operator's arguments. A GPU kernel reads the seed on the device.
+/// Returns the dropout settings for a kernel, from the call's arguments p, seed and site. A GPU kernel reads the seed
+/// on the device.
 pub fn draw(call: &Call, [p, seed, site]: [&Value; 3]) -> Draw {
     let draw = Draw { p: p.float(), site: site.int(), ..Draw::NONE };
     if draw.p == 0.0 {
@@ -52,7 +53,7 @@ pub fn drawn_for(t: &Tensor, draw: [&Value; 3]) -> Result<Option<Tensor>> {
     Ok(mask.map(|mask| mask.f_to_device(t.device())?.f_to_kind(t.kind())?.f_reshape(size.as_slice())).transpose()?)
 }
 
-/// Returns dropout factors for `rows` × `cols`, float64 on the seed's device; `None` without dropout.
+/// Returns dropout factors (rows, cols), 0 or 1/(1 − p), as float64 on the seed's device; `None` without dropout.
 ///
 /// The call goes through the dispatcher, because only it can read a seed that torch.func wraps. If vmap's examples
 /// have separate seeds, the dispatcher calls the operator once per example.
@@ -63,7 +64,8 @@ pub fn drawn([p, seed, site]: [&Value; 3], rows: i64, cols: i64) -> Result<Optio
     }
 }
 
-/// Returns dropout factors for `rows` × `cols`, float64 on the seed's device.
+/// Returns dropout factors (rows, cols), 0 or 1/(1 − p), as float64 on the seed's device. `seed` is int64 (seed,
+/// update, micro-batch); `site` numbers the places of dropout in a model.
 pub fn dropout_mask(seed: &Tensor, rows: i64, cols: i64, p: f64, site: i64) -> Result<Tensor> {
     let [mask] = MASK.call(&values![seed, rows, cols, p, site])?;
     Ok(mask)

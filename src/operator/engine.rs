@@ -49,7 +49,7 @@ impl Handle {
         Handle { library: "normformer_rs::", name, address, kernel, composed }
     }
 
-    /// Creates the handle of one of torch's operators from its full name.
+    /// Creates the handle of one of torch's operators from its full name, such as "aten::add".
     pub const fn of_torch(name: &'static str) -> Self {
         Handle { library: "", ..Handle::new(name) }
     }
@@ -105,11 +105,11 @@ impl Handle {
     /// Calls the operator, which has N outputs; `arguments` are all of the schema's arguments.
     pub fn call<const N: usize>(&self, arguments: &[Value]) -> Result<[Tensor; N]> {
         let operator = self.find()?;
-        let mut made = [std::ptr::null_mut(); N];
+        let mut outputs = [std::ptr::null_mut(); N];
         // SAFETY: the operator is never freed, the arguments outlive the call, and there is room for N tensors.
-        match unsafe { nfrs_call(operator, Span::of(arguments), made.as_mut_ptr(), N) } {
+        match unsafe { nfrs_call(operator, Span::of(arguments), outputs.as_mut_ptr(), N) } {
             // SAFETY: C++ created N tensors, and passes their ownership to us.
-            true => Ok(made.map(|t| unsafe { Tensor::from_ptr(t.cast()) })),
+            true => Ok(outputs.map(|t| unsafe { Tensor::from_ptr(t.cast()) })),
             false => Err(shim_error()),
         }
     }
@@ -123,22 +123,23 @@ pub fn call_by_name(name: &str, arguments: &[Value], n_outputs: usize) -> Result
     if operator.is_null() {
         return Err(Error::Torch(format!("{full_name} is not registered: call operator::register first")));
     }
-    let mut made = vec![std::ptr::null_mut(); n_outputs];
+    let mut outputs = vec![std::ptr::null_mut(); n_outputs];
     // SAFETY: the operator is never freed, the arguments outlive the call, and there is room for the tensors.
-    match unsafe { nfrs_call(operator, Span::of(arguments), made.as_mut_ptr(), n_outputs) } {
+    match unsafe { nfrs_call(operator, Span::of(arguments), outputs.as_mut_ptr(), n_outputs) } {
         // SAFETY: C++ created `n_outputs` tensors, and passes their ownership to us.
-        true => Ok(made.into_iter().map(|t| unsafe { Tensor::from_ptr(t.cast()) }).collect()),
+        true => Ok(outputs.into_iter().map(|t| unsafe { Tensor::from_ptr(t.cast()) }).collect()),
         false => Err(shim_error()),
     }
 }
 
-/// Returns the gradients of `inputs`, given the gradient of `f(inputs)`. They cannot be differentiated again. Works
-/// inside an operator, where the dispatcher has turned autograd off.
+/// Returns the gradients of `inputs`; `gradient` is that of `f(inputs)`. They cannot be differentiated again. The
+/// function works inside an operator, where the dispatcher has turned autograd off.
 pub fn gradients(
     inputs: &[&Tensor],
     gradient: &Tensor,
     f: impl FnOnce(&[Tensor]) -> Result<Tensor>,
 ) -> Result<Vec<Option<Tensor>>> {
+    /// Keeps autograd on in this thread until it is dropped.
     struct AutogradGuard(*mut c_void);
     impl Drop for AutogradGuard {
         fn drop(&mut self) {
@@ -154,9 +155,9 @@ pub fn gradients(
     run(&[&root], &[gradient], &leaves.iter().collect::<Vec<_>>(), create_graph)
 }
 
-/// Returns gradients of `f(inputs)` that can be differentiated again, for the inputs that require one. They are
-/// partial derivatives: if one input was computed from another, no gradient flows between them, because aliases
-/// replace the inputs.
+/// Returns a gradient for each input that requires one, and `None` for the others; `gradients` are those of the outputs
+/// `f(inputs)`. The results can be differentiated again. They are partial derivatives: if one input was computed from
+/// another, no gradient flows between them, because aliases replace the inputs.
 pub fn gradients_again(
     inputs: &[Option<Tensor>],
     gradients: &[Option<Tensor>],
@@ -181,8 +182,9 @@ pub fn gradients_again(
     Ok(aliases.iter().map(|t| if is_wanted(t) { computed.next().flatten() } else { None }).collect())
 }
 
-/// Returns a gradient for each of `leaves`, which can be differentiated again if `create_graph` is true. If `leaves` is
-/// empty, adds gradients to the `.grad` of all leaf tensors on which the roots depend.
+/// Back-propagates from `roots`, whose gradients are `gradients`. Returns a gradient for each of `leaves`, which can be
+/// differentiated again if `create_graph` is true. If `leaves` is empty, adds gradients to the `.grad` of all leaf
+/// tensors on which the roots depend.
 fn run(
     roots: &[&Tensor],
     gradients: &[&Tensor],
@@ -204,7 +206,8 @@ fn run(
     }
 }
 
-/// True if x's last dimension is a multiple of `multiple_of` (for 0: is 0), even if it is symbolic.
+/// True if the size of x's last dimension is a multiple of `multiple_of`; with `multiple_of` = 0, if the size is 0. The
+/// size may be symbolic.
 pub fn has_columns(x: &Tensor, multiple_of: i64) -> bool {
     // SAFETY: the tensor outlives the call; an exception counts as false.
     unsafe { nfrs_has_columns(x.as_ptr().cast(), multiple_of) }
@@ -213,7 +216,7 @@ pub fn has_columns(x: &Tensor, multiple_of: i64) -> bool {
 /// Returns the size of x's last dimension; the other sizes may be symbolic.
 pub fn width(x: &Tensor) -> Result<i64> {
     let mut width = 0;
-    // SAFETY: both outlive the call.
+    // SAFETY: the tensor and the number outlive the call.
     match unsafe { nfrs_width(x.as_ptr().cast(), &mut width) } {
         true => Ok(width),
         false => Err(shim_error()),
@@ -240,7 +243,7 @@ impl Recording {
 
 impl Drop for Recording {
     fn drop(&mut self) {
-        // SAFETY: see above.
+        // SAFETY: the function sets this thread's switch.
         unsafe { at_grad_set_enabled(self.0) };
     }
 }

@@ -12,7 +12,8 @@ thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
 }
 
-/// Stores an error's text, which C++ gets from `nfrs_rust_error`. Returns a Python exception to C++, which rethrows it.
+/// Stores an error's text, which C++ gets from `nfrs_rust_error`. If the error is a Python exception, C++ gets the
+/// exception back and rethrows it.
 pub fn keep(e: Error) {
     let text = e.to_string().replace('\0', " ");
     if let Error::Raised(raised) = e {
@@ -21,7 +22,7 @@ pub fn keep(e: Error) {
     LAST.with(|last| *last.borrow_mut() = CString::new(text).expect("no NUL is left"));
 }
 
-/// Turns a panic into an error, so that it unwinds neither into C++ nor into Python.
+/// Runs `work`, and turns a panic into an error, so that it unwinds neither into C++ nor into Python.
 pub fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     std::panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| match panic.downcast::<Error>() {
         Ok(e) => Err(*e),
@@ -31,6 +32,7 @@ pub fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
 
 /// Runs a kernel for C++. Returns 0, or 1 for an error, or 3 for torch's NotImplementedError; the message is stored.
 pub fn status(work: impl FnOnce() -> Result<()>) -> c_int {
+    // A kernel may panic with an `Error` as its payload, if memory is short; `caught` returns that error.
     match caught(work) {
         Ok(()) => 0,
         Err(e) => {
@@ -41,7 +43,8 @@ pub fn status(work: impl FnOnce() -> Result<()>) -> c_int {
     }
 }
 
-/// Runs an operator's checks before its kernel. Returns a code of [`status`], or 2 for invalid arguments (ValueError).
+/// Runs an operator's checks before its kernel. Returns a code of [`status`], or 2 for invalid arguments, for which C++
+/// raises a ValueError.
 pub fn status_of_plan(plan: impl FnOnce() -> Result<()>) -> c_int {
     let mut is_invalid = false;
     let status = status(|| plan().inspect_err(|e| is_invalid = matches!(e, Error::Invalid(_))));
@@ -62,13 +65,13 @@ pub struct Span<T> {
 
 impl<T> Span<T> {
     /// Lends an array, which must outlive the span's use.
-    pub fn of(all: &[T]) -> Self {
-        Span { data: all.as_ptr(), length: all.len() }
+    pub fn of(array: &[T]) -> Self {
+        Span { data: array.as_ptr(), length: array.len() }
     }
 
     /// Leaks an array, because C++ may keep it for ever.
-    pub fn kept(all: Vec<T>) -> Self {
-        Span::of(all.leak())
+    pub fn kept(array: Vec<T>) -> Self {
+        Span::of(array.leak())
     }
 
     /// Returns the array.
@@ -83,7 +86,7 @@ impl<T> Span<T> {
     }
 }
 
-/// Converts a tch tensor into a C++ tensor that the caller owns.
+/// Converts a tch tensor into a C++ tensor, which the receiver must free.
 pub fn into_raw(t: tch::Tensor) -> *mut CTensor {
     let mut t = std::mem::ManuallyDrop::new(t);
     t.as_mut_ptr().cast()
@@ -166,7 +169,7 @@ mod tests {
             crate::cpu::parallel::for_each(64, 1, |r| assert!(!r.contains(&63), "the last row"));
             Ok(())
         });
-        // SAFETY: see above.
+        // SAFETY: the text is NUL-terminated and belongs to this thread; it lives until the next failing call.
         let text = unsafe { CStr::from_ptr(nfrs_rust_error()) }.to_string_lossy().into_owned();
         assert_eq!((status, text.as_str()), (1, "normformer_rs panicked: the last row"));
     }

@@ -25,12 +25,12 @@ pub trait Differentiable {
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>>;
 }
 
-/// Runs the function and returns its outputs. At least one of the inputs must require a gradient.
+/// Runs the function as an autograd node, and returns its outputs. At least one of the inputs must require a gradient.
 pub fn apply(function: impl Differentiable + 'static, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
     #[cfg(test)]
     super::register();
     let saves = function.saves_inputs();
-    // C++ holds one plain pointer, but a pointer to a trait object has two parts. So a second box holds the first.
+    // C++ holds one plain pointer, but a pointer to a trait object has two parts. So a second box holds the first one.
     let function: Box<Box<dyn Differentiable>> = Box::new(Box::new(function));
     let inputs: Vec<Value> = inputs.iter().map(|t| (*t).into()).collect();
     let mut outputs: Vec<Tensor> = Vec::new();

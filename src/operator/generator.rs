@@ -11,6 +11,7 @@ use tch::Tensor;
 extern "C" {
     fn nfrs_generator(seed: u64) -> *mut c_void;
     fn nfrs_free_generator(generator: *mut c_void);
+    /// Fills a tensor as [`Generator::draw`] does; false means failure.
     fn nfrs_draw(generator: *mut c_void, t: *const CTensor, is_normal: bool, from: f64, to: f64) -> bool;
 }
 
@@ -44,11 +45,13 @@ impl Drop for Generator {
 }
 
 impl RandomNumbers for Generator {
+    /// Fills the tensor with normal numbers of mean 0 and standard deviation `std`.
     fn normal(&self, t: &Tensor, std: f64) -> Result<()> {
         let (is_normal, mean) = (true, 0.0);
         self.draw(t, is_normal, mean, std)
     }
 
+    /// Fills the tensor with uniform numbers from −bound to bound.
     fn uniform(&self, t: &Tensor, bound: f64) -> Result<()> {
         let is_normal = false;
         self.draw(t, is_normal, -bound, bound)

@@ -74,6 +74,7 @@ fn inputs<'a>([streams, weights, added]: [&'a Value; 3]) -> Inputs<'a> {
 /// Errors unless the weights (…, m, k) fit the streams (…, n, d): k must be n, or n + 1 with `added`.
 fn check(name: &str, [streams, weights, added]: [&Value; 3]) -> Result<()> {
     let (streams, weights) = (streams.required().size(), weights.required().size());
+    // n streams; m rows and k columns of weights, the last two sizes.
     let n = streams[streams.len() - 2];
     let [m, k] = [2, 1].map(|back| weights[weights.len() - back]);
     let wanted = n + i64::from(!added.is_none());
@@ -102,6 +103,7 @@ mod tests {
         for level in Level::ALL {
             force(Some(level));
             for (kind, bound) in [(Kind::Float, 1e-6), (Kind::Double, 1e-14), (Kind::BFloat16, 1e-2)] {
+                // `count` is the number of positions; `is_added` is true if there is a further row.
                 for (count, m, n, d, is_added) in [
                     (0, 1, 4, 8, true),
                     (1, 1, 1, 1, false),
@@ -116,6 +118,7 @@ mod tests {
                     let inputs =
                         [random(&[count, n, d], kind), random(&[count, m, k], weight_kind), random(&[count, d], kind)];
                     let dy = random(&[count, m, d], kind);
+                    // Returns the gradients and the result of f on inputs of this type.
                     let run = |kind: Kind, f: fn(&Tensor, &Tensor, Option<&Tensor>) -> Result<Tensor>| {
                         let is_exact = kind == Kind::Double;
                         let leaf =

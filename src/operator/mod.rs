@@ -58,6 +58,7 @@ use std::sync::{LazyLock, Once};
 /// All forward operators; each holds its backward operator.
 static OPERATORS: LazyLock<Vec<Operator>> = LazyLock::new(|| {
     let norms = RowNormOp::all().iter().map(row_norm::operator);
+    // A residual step exists with each row norm, and without a norm (`None`).
     let steps = RowNormOp::all().iter().map(Some).chain([None]).map(residual::operator);
     let columns = ColumnNormOp::all().iter().map(column_norm::operator);
     let others = [

@@ -2,8 +2,8 @@
 //! (docs/cuda.md).
 //!
 //! A proof calls the operator with test tensors ([`cases`]). They have the types, widths and alignment of the actual
-//! call's tensors, and the same ones are absent, so that the same variants run. The formula computes in f64 if the
-//! call is in f32.
+//! call's tensors, and optional tensors that the call lacks are absent, so that the same variants run. The formula
+//! computes in f64 if the call is in f32.
 
 mod cases;
 mod difference;
@@ -30,7 +30,7 @@ pub fn is_possible(operator: &Operator, call: &Call) -> Result<bool> {
     Ok(operator.formula.is_some() && call.all()[leader_place].required().numel() > 0)
 }
 
-/// Compares the variants that a call needs with the formula, and records the verdict. Returns `None` if they are
+/// Compares the kernel variants that a call needs with the formula, and records the verdict. Returns `None` if they are
 /// right, otherwise a description of the error.
 pub fn prove(operator: &Operator, call: &Call, device: Device) -> Option<String> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
@@ -47,11 +47,13 @@ pub fn prove(operator: &Operator, call: &Call, device: Device) -> Option<String>
     fault.map(|fault| format!("{} {fault}: {}", operator.name(), names.join("; ")))
 }
 
-/// Returns how the results differ, or `None` if they agree; errors if they cannot be compared.
+/// Runs the kernel and the formula on the test tensors of every case. Returns how the results first differ, or `None`
+/// if they agree; errors if they cannot be compared.
 fn compare(operator: &Operator, call: &Call, device: Device) -> Result<Option<String>> {
     for case in Case::ALL {
         let Some((given, arguments)) = arguments(operator, call, device, case)? else { continue };
         // The kernel and the formula may write to their arguments, so each has its own copies.
+        // `given` are the values of the case, in which these tensors replace the tensor arguments.
         let (kernel, formula) = (copies(&arguments)?, wide(&copies(&arguments)?)?);
         let by_kernel = engine::call_by_name(operator.name(), &replaced(&given, &kernel), operator.outputs.len())?;
         let by_formula = call.with_values(&replaced(&given, &formula), |call| operator.formula_of(call))?;
@@ -76,18 +78,18 @@ fn is_written(argument: &Argument) -> bool {
     argument.is & WRITTEN != 0 || matches!(argument.reading, Reading::State)
 }
 
-/// Copies the tensors, with their alignment.
-fn copies(all: &[Option<Tensor>]) -> Result<Tensors> {
-    all.iter().map(|t| t.as_ref().map(|t| aligned_as(t, t.kind(), t.data_ptr().addr())).transpose()).collect()
+/// Copies the tensors. Each copy's address has the alignment of the original's.
+fn copies(tensors: &[Option<Tensor>]) -> Result<Tensors> {
+    tensors.iter().map(|t| t.as_ref().map(|t| aligned_as(t, t.kind(), t.data_ptr().addr())).transpose()).collect()
 }
 
 /// Returns the tensors, with f32 converted to f64. If one has 16 bits, all keep their types: then formulas round where
 /// kernels round.
-fn wide(all: &[Option<Tensor>]) -> Result<Tensors> {
-    let has_16_bits = all.iter().flatten().any(|t| matches!(t.kind(), Kind::BFloat16 | Kind::Half));
+fn wide(tensors: &[Option<Tensor>]) -> Result<Tensors> {
+    let has_16_bits = tensors.iter().flatten().any(|t| matches!(t.kind(), Kind::BFloat16 | Kind::Half));
     let widened = |t: &Tensor| match t.kind() {
         Kind::Float if !has_16_bits => t.f_to_kind(Kind::Double),
         _ => t.f_view_as(t),
     };
-    all.iter().map(|t| Ok(t.as_ref().map(widened).transpose()?)).collect()
+    tensors.iter().map(|t| Ok(t.as_ref().map(widened).transpose()?)).collect()
 }

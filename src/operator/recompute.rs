@@ -23,6 +23,7 @@ pub fn recomputed(
 }
 
 impl<F: Fn(Vec<Tensor>, bool) -> Result<Vec<Tensor>>> Differentiable for CheckpointFn<F> {
+    /// Returns true, because the backward pass runs the function again.
     fn saves_inputs(&self) -> bool {
         true
     }
@@ -32,6 +33,7 @@ impl<F: Fn(Vec<Tensor>, bool) -> Result<Vec<Tensor>>> Differentiable for Checkpo
         (self.0)(inputs, is_second_run)
     }
 
+    /// Runs the function again on copies of the inputs, and returns the gradients of that run for the inputs.
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         // Recording is on only if the gradients are to be differentiated again.
         if Recording::is_on() {

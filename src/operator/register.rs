@@ -18,7 +18,8 @@ struct ArgumentRow {
 }
 
 impl ArgumentRow {
-    /// `place` is an argument's index in the schema; for an output, the table index of the argument that it is like.
+    /// Converts an argument or output. `place` is an argument's index in the schema; for an output it is the index, in
+    /// `table`, of the argument whose shape or type the output has.
     fn new(argument: &Argument, place: usize) -> Self {
         let [name, sizes] = [argument.name, &argument.sizes].map(kept);
         let (kind, reading) = (argument.dtype as u8, argument.reading as u8);
@@ -34,7 +35,8 @@ struct Origin {
     kind: i32,
     /// The index of the output or of the forward operator's argument.
     index: u32,
-    /// The argument is passed only if the gradient of this entry of `table` is wanted; -1 means always.
+    /// The argument is passed only if the gradient of this entry of the forward operator's `table` is wanted; -1 means
+    /// always.
     only_for: i64,
 }
 
@@ -48,7 +50,7 @@ const ARGUMENT: i32 = 2;
 const OUTPUT: i32 = 3;
 
 impl Origin {
-    /// Returns a source from which the argument is always passed.
+    /// Returns a source that is always passed; `kind` and `index` are the fields.
     fn of(kind: i32, index: usize) -> Self {
         Origin { kind, index: index as u32, only_for: -1 }
     }
@@ -79,7 +81,7 @@ struct Op {
     handle: *const c_void,
 }
 
-// These are an operator's flags in declared.h.
+// The flags of `Op::is`: the devices with kernels, and what else the operator has. declared.h explains each.
 const ON_CPU: u32 = 1;
 const ON_GPU: u32 = 2;
 const COMPOSED: u32 = 4;
@@ -224,7 +226,7 @@ impl<'a> Declared<'a> {
             leader,
             dtype: self.only(DtypeRule::Dtype)?,
             title: self.only(DtypeRule::Title)?,
-            p: self.place("p").map_or(-1, |p| p as i64),
+            p: self.place("p").map_or(-1, |p| p as i64), // the dropout rate
             is: flags(operator),
             table: Span::kept(self.table.iter().map(row).collect()),
             made: Span::kept(operator.outputs.iter().map(made).collect::<Result<_>>()?),
@@ -245,11 +247,12 @@ impl<'a> Declared<'a> {
     /// source of each argument; the names of its outputs decide whose gradient each output is.
     fn connected(&self, backward: &Declared) -> Result<Op> {
         let (mut op, mut backward_op) = (self.op()?, backward.op()?);
-        // The flags `has_gradient` are per output, `plain` and `is_kept` per argument; declared.h explains them (`Op`).
+        // `has_gradient` has a 1 for each output whose gradient `backward` takes. The node of autograd keeps an
+        // argument without a version check if `plain` has a 1 for it, and with a check if `is_kept` is true.
         let (mut sources, mut saved) = (vec![], vec![]);
         let mut has_gradient = vec![0; self.operator.outputs.len()];
         let mut plain: Vec<u8> = self.formals.iter().map(|a| u8::from(!a.is_tensor)).collect();
-        // If the formula is differentiated for second derivatives, the node must keep all arguments.
+        // Without a function for second derivatives the formula is differentiated, which needs all arguments.
         let mut is_kept = vec![self.operator.double_backward.is_none(); plain.len()];
         for formal in &backward.formals {
             let gradient_of = formal.name.strip_prefix('d').and_then(|name| self.output(name));
@@ -337,6 +340,7 @@ pub fn register(operator: &'static Operator) -> Result<()> {
         }
         None => declared.op()?,
     };
+    // C++ keeps the pointer for ever.
     // SAFETY: the struct is leaked, and so are the operator and everything to which the struct points.
     match unsafe { nfrs_define(Box::into_raw(Box::new(op))) } {
         true => Ok(()),
@@ -375,7 +379,7 @@ mod tests {
         assert_eq!((op.n_args, op.p, op.dtype), (3, 2, -1));
         // SAFETY: `connected` leaked both.
         let (back, saved) = unsafe { (&*op.backward, op.saved.get()) };
-        // SAFETY: see above.
+        // SAFETY: `connected` leaked both.
         let (sources, results) = unsafe { (back.sources.get(), back.results.get()) };
         let places = |all: &[Origin]| all.iter().map(|s| (s.kind, s.index)).collect::<Vec<_>>();
         assert_eq!(places(sources), [(GRADIENT, 0), (ARGUMENT, 0), (OUTPUT, 1), (ARGUMENT, 2)]);

@@ -39,7 +39,7 @@ impl Step<'_> {
         Ok(x_plus)
     }
 
-    /// Returns (x⁺ in x's dtype, N(x⁺) in `kind`).
+    /// Returns x⁺ in x's dtype, and the norm N(x⁺) in `kind`.
     pub fn then_norm(&self, norm: &BoundRowNorm, kind: Kind) -> Result<(Tensor, Tensor)> {
         let parameters = [norm.weight.as_ref(), norm.bias.as_ref()];
         let [x_plus, y, _] = self.call(&norm.operator.residual, parameters, norm.extra(), Some(scalar_type(kind)))?;
@@ -82,7 +82,8 @@ pub fn dropout(x: Tensor, p: f64, seed: Option<&Tensor>, site: i64) -> Result<Te
 
 // ---- the operators ----
 
-/// Declares the step (x, f, α, β, …) → (x⁺, y, statistics), with its backward operator. Without a norm, there is no y.
+/// Declares the step (x, f, α, β, …) → (x⁺, y, statistics), with its backward operator; y is N(x⁺). Without a norm,
+/// there is no y. The arguments `own` in the bodies are the norm's own: ε, or a curve's numbers.
 pub(super) fn operator(norm: Option<&'static RowNormOp>) -> Operator {
     let spec = norm.map(|norm| norm.kernels);
     let row_kernel = spec.map_or(&NO_NORM, |spec| &spec.kernel);
@@ -213,7 +214,8 @@ pub(super) fn operator(norm: Option<&'static RowNormOp>) -> Operator {
     .counted(norm.map_or(&HANDLE, |norm| &norm.residual))
 }
 
-/// Computes dx = α⊙g, df = β⊙mask⊙g, and the gradients of α and β, where g is dx⁺ plus the norm's gradient at x⁺.
+/// Computes the backward operator's outputs with tch: dx = α⊙g, df = β⊙mask⊙g, the gradients of α and β, and those of
+/// the norm's parameters. Here g is dx⁺ plus the norm's gradient at x⁺.
 fn gradients(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Tensor>>> {
     let [dx_plus, dy, x_plus, x, f, alpha, beta, weight, bias, _, extra @ .., p, seed, site] = call.all() else {
         unreachable!("the schema has these")
@@ -222,7 +224,7 @@ fn gradients(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Ten
     let kind = accumulation(x_plus.kind());
     let wide = |value: &Value| Ok::<_, Error>(value.tensor().map(|t| t.f_to_kind(kind)).transpose()?);
     let mut g = wide(dx_plus)?;
-    // The gradients of weight, bias and a curve's numbers; without a norm or dy, `None` twice.
+    // The gradients of weight, bias and, for a curve, its numbers. Without a norm or dy, weight and bias have none.
     let mut norm_gradients: Vec<Option<Tensor>> = (0..2).map(|_| None).collect();
     if let (Some(spec), Some(dy)) = (norm, wide(dy)?) {
         // The gradients of x⁺, weight, bias and the norm's own arguments.
@@ -238,7 +240,8 @@ fn gradients(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Ten
     let g = g.map_or_else(|| x_plus.f_zeros_like()?.f_to_kind(kind), Ok)?;
     let mask = drawn_for(&f.f_to_kind(kind)?, [p, seed, site])?;
     let undropped = mask.map_or_else(|| Ok(g.shallow_clone()), |mask| g.f_mul(&mask))?;
-    // `times` returns gain⊙t. `sum` returns the gain's gradient: g⊙factor, summed to the gain's shape.
+    // `times` returns gain⊙t, or t without a gain. `sum` returns the gain's gradient: g⊙factor, summed to the gain's
+    // shape.
     let times = |t: &Tensor, gain: &Value| match wide(gain)? {
         Some(gain) => Ok::<_, Error>(t.f_mul(&gain)?),
         None => Ok(t.shallow_clone()),
@@ -253,7 +256,8 @@ fn gradients(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Ten
     Ok(dx_and_df.into_iter().chain(gain_gradients).chain(norm_gradients).collect())
 }
 
-/// Computes x⁺ = α⊙x + β⊙drop(f) in f32 or f64, rounds it to x's type, and applies the norm to the rounded x⁺.
+/// Computes x⁺ = α⊙x + β⊙drop(f) in f32 or f64, rounds it to x's type, and applies the norm to the rounded x⁺. Returns
+/// x⁺, y and the statistics; y and statistics that nothing reads are `None`.
 fn formula(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Tensor>>> {
     let [x, f, alpha, beta, weight, bias, extra @ .., p, seed, site, dtype] = call.all() else {
         unreachable!("the schema has these")

@@ -40,8 +40,8 @@ impl RowNormOp {
         operator.expect("every norm with row kernels is in ROW_NORMS")
     }
 
-    /// Computes N(x) through the dispatcher: the call is differentiable and runs on any device. The norm must not be a
-    /// curve (kernel/rows/curve.rs), which has learned numbers in place of ε.
+    /// Computes the normalised x through the dispatcher: the call is differentiable and runs on any device. The norm
+    /// must not be a curve such as DyT, which has learned numbers in place of ε.
     pub fn call(&self, x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
         let [y, _stats] = self.handle.call(&values![x, weight, bias, eps])?;
         Ok(y)
@@ -59,14 +59,14 @@ pub struct BoundRowNorm {
 }
 
 impl BoundRowNorm {
-    /// Computes N(x), like [`RowNormOp::call`].
+    /// Computes the normalised x, like [`RowNormOp::call`].
     pub fn call(&self, x: &Tensor) -> Result<Tensor> {
         let affine = values![x, self.weight.as_ref(), self.bias.as_ref()];
         let [y, _stats] = with_extra(&affine, self.extra(), &[], |all| self.operator.handle.call(all))?;
         Ok(y)
     }
 
-    /// Returns the arguments that not every norm has: a curve's numbers, or ε.
+    /// Returns the norm's own arguments: ε alone, or one or two numbers of a curve.
     pub(super) fn extra(&self) -> [Option<Value>; NUMBERS] {
         match self.numbers.first() {
             None => [Some(self.eps.into()), None],
@@ -124,7 +124,8 @@ impl ExtraArgs {
     }
 }
 
-/// Reads a norm's own arguments from a call: ε and the views of a curve's numbers.
+/// Reads a norm's own arguments from a call: ε and the views of a curve's numbers. A missing ε is 0, and missing numbers
+/// are absent views.
 pub(super) fn extra(given: &[Value]) -> (f64, [View; NUMBERS]) {
     match given {
         // ε is the only number without a view; a curve's numbers are tensors.
@@ -138,7 +139,7 @@ pub(super) fn views(given: &[Value]) -> [View; NUMBERS] {
     std::array::from_fn(|i| given.get(i).map_or(View::ABSENT, |v| v.view))
 }
 
-/// Computes y with tch operations, from x, weight, bias and the norm's own arguments.
+/// Computes y with tch operations. `extra` are the norm's own arguments: ε, or a curve's numbers.
 pub(super) fn composed(
     spec: &RowNormOpSpec,
     x: &Tensor,
@@ -168,12 +169,13 @@ pub(super) fn composed_gradients(
     let all: Vec<Option<Tensor>> = given.collect();
     let present: Vec<&Tensor> = all.iter().flatten().collect();
     let gradients = engine::gradients(&present, dy, |leaves| {
-        // The leaves replace the arguments that are tensors, in order; `next` returns all others unchanged.
+        // The leaves replace the arguments that are tensors, in order; `next` returns all other values unchanged.
         let mut leaves = leaves.iter();
-        let mut next = |own: Value| if own.tensor().is_some() { leaves.next().map_or(own, Value::from) } else { own };
+        let mut next =
+            |value: Value| if value.tensor().is_some() { leaves.next().map_or(value, Value::from) } else { value };
         let x = next(Value::from(x)).required();
-        let [weight, bias] = parameters.map(|own| next(*own));
-        let extra: Vec<Value> = extra.iter().map(|own| next(*own)).collect();
+        let [weight, bias] = parameters.map(|value| next(*value));
+        let extra: Vec<Value> = extra.iter().map(|value| next(*value)).collect();
         composed(spec, &x, [&weight, &bias], &extra)
     })?;
     // `gradients` belong to the present tensors, in order; each absent one gets `None`.
@@ -181,7 +183,7 @@ pub(super) fn composed_gradients(
     Ok(all.iter().map(|t| t.as_ref().and_then(|_| gradients.next().flatten())).collect())
 }
 
-/// Leaves out the gradient of ε, for which the backward operator has no output.
+/// Leaves out the last of [`composed_gradients`]' results if it is ε's, for which the backward operator has no output.
 pub(super) fn gradients_of_outputs(spec: &RowNormOpSpec, all: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
     // The outputs are the gradients of x, weight, bias and a curve's numbers.
     Ok(all.into_iter().take(3 + spec.numbers.len()).collect())

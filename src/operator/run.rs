@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::host::CTensor;
 use std::ffi::{c_int, c_void};
 
-/// The outcome of a kernel stage.
+/// The outcome of a call's kernel stage.
 enum Ran {
     Kernel,
     /// The kernels are wrong on this device, so the formula must run. The text is a warning for users; only the first
@@ -20,12 +20,12 @@ enum Ran {
     Refused(Option<String>),
 }
 
-// These results of `nfrs_run` mean that kernels are wrong on this device; REFUSED_NOW also means that a warning is
-// stored.
+// With these results `nfrs_run` tells C++ that the kernels are wrong on this device. REFUSED_NOW also tells that the
+// text of a warning is stored.
 const REFUSED: c_int = 4;
 const REFUSED_NOW: c_int = 5;
 
-// The enum `Stage` of declared.h. Its fourth value, GRADIENT, is the default case of `nfrs_run`.
+// The stages of a call, as C++ numbers them in declared.h. A fourth one, GRADIENT, is the default case of `nfrs_run`.
 const PLAN: c_int = 0;
 const KERNEL: c_int = 1;
 const FORMULA: c_int = 2;
@@ -78,6 +78,7 @@ fn run_proven(operator: &Operator, call: &Call, device: Device) -> Result<Ran> {
     }
     if !proof::is_possible(operator, call)? || cuda::is_capturing(device)? {
         // If there is nothing to compare with, or if a CUDA graph is being captured, the kernels run without a proof.
+        // `launched` allows variants without a verdict.
         return verdict::launched(|| operator.run_kernel(call)).0.map(|()| Ran::Kernel);
     }
     if let Some(warning) = proof::prove(operator, call, device) {

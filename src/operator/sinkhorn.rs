@@ -9,8 +9,8 @@ use tch::Tensor;
 
 static HANDLE: Handle = Handle::new("sinkhorn");
 
-/// Normalises matrices of logits (…, n, n) through the dispatcher: a softmax of each row plus ε, then columns and rows
-/// are divided by their sums + ε in turn, until the columns have been divided `iterations` times.
+/// Normalises matrices of logits (…, n, n) through the dispatcher. It takes the softmax of each row and adds ε. Then it
+/// divides columns and rows in turn by their sums + ε, until the columns have been divided `iterations` times.
 pub fn sinkhorn(logits: &Tensor, iterations: i64, eps: f64) -> Result<Tensor> {
     let [y] = HANDLE.call(&values![logits, iterations, eps])?;
     Ok(y)
@@ -94,6 +94,7 @@ mod tests {
                 for (count, n, iterations) in [(0, 4, 20), (1, 1, 1), (3, 2, 1), (16, 4, 20), (133, 4, 20), (17, 7, 3)]
                 {
                     let logits = Tensor::randn([count, n, n], (Kind::Double, Device::Cpu)) * 3;
+                    // `m` is a result, and `dm` its gradient.
                     let dm = Tensor::randn([count, n, n], (Kind::Double, Device::Cpu)).to_kind(kind);
                     let gradient = |logits: &Tensor, m: &Tensor| {
                         let dm = dm.to_kind(m.kind());

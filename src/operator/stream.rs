@@ -45,6 +45,7 @@ impl Drop for StreamGuard<'_> {
     }
 }
 
+// These functions are in shim.cpp; 0 or null means failure.
 extern "C" {
     fn nfrs_side_stream(device: c_int) -> i64;
     fn nfrs_stream_enter(device: c_int, stream: i64) -> *mut c_void;

@@ -17,7 +17,7 @@ pub fn upload(bytes: &[u8], device: Device) -> Result<Tensor> {
     match device {
         Device::Cuda(_) => {
             let [pinned] = PIN.call(&values![&host, None::<i64>])?;
-            let (non_blocking, copy) = (true, false);
+            let (non_blocking, copy) = (true, false); // `copy` would force a copy on the same device
             Ok(pinned.f_to_device_(device, host.kind(), non_blocking, copy)?)
         }
         _ => Ok(host.f_to_device(device)?),
@@ -36,7 +36,7 @@ pub struct Pending {
 struct Event(NonNull<c_void>);
 
 impl Pending {
-    /// Starts the copy.
+    /// Starts the copy of a tensor's numbers to the host.
     pub fn of(t: &Tensor) -> Result<Self> {
         let (non_blocking, copy) = (true, false);
         let host = t.f_to_device_(Device::Cpu, t.kind(), non_blocking, copy)?;
@@ -67,6 +67,7 @@ impl Drop for Event {
     }
 }
 
+// These functions are in shim.cpp; null or false means failure.
 extern "C" {
     fn nfrs_event(device: c_int) -> *mut c_void;
     fn nfrs_event_wait(event: *const c_void) -> bool;

@@ -1,7 +1,7 @@
 //! The length and CRC-32 of the files that determine a run's weights, in `checksums.txt` beside them.
 //!
-//! checksums.txt is written first. So a folder that has it but no config.json belongs to a run that was stopped at its
-//! start.
+//! A run writes checksums.txt before all other files. So a folder that has it but no config.json belongs to a run that
+//! was stopped at its start.
 
 use super::{CHECKSUMS, LISTED};
 use crate::atomic::{self, Digest};
@@ -54,7 +54,8 @@ pub fn listed(folder: &Path) -> Vec<String> {
     }
 }
 
-/// Reads and checks [`CHECKSUMS`]; `None` if the file does not exist.
+/// Reads and checks [`CHECKSUMS`]. Returns the name and the expected digest of each listed file; `None` if there is no
+/// checksums.txt.
 fn read(folder: &Path) -> Result<Option<Vec<(String, Digest)>>> {
     let path = folder.join(CHECKSUMS);
     let Some(bytes) = atomic::read(&path, MOST)? else { return Ok(None) };
@@ -80,7 +81,7 @@ fn read(folder: &Path) -> Result<Option<Vec<(String, Digest)>>> {
 
 /// Returns an error that says that the file is damaged, why, and what to do.
 fn damaged(path: &Path, why: String) -> Error {
-    // Without its checksums nothing proves that the folder belongs to a run, so --overwrite would refuse it.
+    // If the checksums are damaged, nothing proves that the folder belongs to a run, so --overwrite would refuse it.
     let fix = if path.ends_with(CHECKSUMS) { "choose another output" } else { "start again with --overwrite" };
     Error::invalid(format!(
         "{} is damaged: {why}; restore it from a copy, or {fix} (if you changed it on purpose, delete {CHECKSUMS}: then \

@@ -41,6 +41,7 @@ fn around_const(place: &LayerContext) -> ResidualSpec {
 /// Returns ω = √((b + 1)/ln(b + 1) − 1) for b branches: 2N in an encoder of N layers, 3M in a decoder of M layers, or
 /// 2L in a single stack of depth L.
 fn omega(place: &LayerContext) -> f64 {
+    // The formulas are for an encoder, for a decoder, and for a single stack.
     let branches = place.constant(|n, _| 2.0 * n, |_, m| 3.0 * m, |l| 2.0 * l);
     ((branches + 1.0) / (branches + 1.0).ln() - 1.0).sqrt()
 }

@@ -57,11 +57,12 @@ fn check(options: &Options) -> Result<()> {
     }
 }
 
-/// Returns the mixing that reads the sublayer's input. The first sublayer of a stack only has the embedding to read.
+/// Declares the attention over depth that computes the sublayer's input. The first sublayer of a stack only has the
+/// embedding to read, so it needs no weights. A block of sublayers writes to one sum, which its first sublayer begins.
 fn around(place: &LayerContext) -> ResidualSpec {
     let queries = queries(place);
     let weights = match place.number() {
-        0 => None,
+        0 => None, // the first sublayer
         _ => weights(place, queries, |stem| place.numbered(stem)),
     };
     let begins_block = place.number() % place.options.get(&BLOCK) == 0;
@@ -72,7 +73,7 @@ fn around(place: &LayerContext) -> ResidualSpec {
     }
 }
 
-/// Returns the norms on the separate inputs of q, k and v, if there are three queries.
+/// Returns the norms on the separate inputs of q, k and v, if three queries read these inputs.
 fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     let norm = |name: &str| Change::Norm(place.projected_norm(name, place.model.d_model));
     match queries(place) {
@@ -83,7 +84,8 @@ fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
 
 /// Declares that the stack's output is an attention over all sublayers' outputs, with a norm after it.
 fn stack(place: &LayerContext) -> StackSpec {
-    let weights = weights(place, 1, |stem| format!("end_{stem}"));
+    let queries = 1;
+    let weights = weights(place, queries, |stem| format!("end_{stem}"));
     StackSpec { mixing: Some(Mixing::Depth(DepthAttention { weights, begins_block: false })), ..(PRENORM.stack)(place) }
 }
 

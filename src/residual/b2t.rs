@@ -23,7 +23,9 @@ fn layer(_: &LayerContext) -> Vec<Change> {
 
 /// Declares x⁺ = N(x + F(x)), or N(x₀ + x + F(x)) in the layer's last sublayer, where x₀ is the layer's input.
 fn around(place: &LayerContext) -> ResidualSpec {
-    match place.index + 1 == place.sublayers {
+    let is_last_of_layer = place.index + 1 == place.sublayers;
+    match is_last_of_layer {
+        // x₀ + x takes the place of x in the sum; a gain of 1 multiplies each of the two.
         true => ResidualSpec {
             skip: vec![Change::Mix { name: INPUT.into(), own: Gain::One, kept: Gain::One }],
             ..(POSTNORM.around)(place)

@@ -17,8 +17,8 @@ fn two_kinds(name: &str) -> String {
 const TAKEN: [&str; 9] =
     ["linear1", "linear2", "linear3", "self_attn", "multihead_attn", "activation", "dropout", "layers", "t"];
 
-/// Errors, with the reason, if these declarations cannot be built as the stack whose first sublayer has the place
-/// `first`.
+/// Errors, with the reason, if these declarations of a user cannot be built as the stack whose first sublayer has the
+/// place `first`.
 pub fn check(layers: &[LayerSpec], stack: &StackSpec, first: &LayerContext) -> CheckResult {
     let wanted = first.layers() as usize;
     let name = first.stack.name();
@@ -28,6 +28,7 @@ pub fn check(layers: &[LayerSpec], stack: &StackSpec, first: &LayerContext) -> C
             layers.len()
         ));
     }
+    // `walk` collects the names that the declarations introduce, and checks each declaration against them.
     let mut walk =
         Walk { first, stack, kept: BTreeMap::new(), norm_names: BTreeSet::new(), parameters: BTreeMap::new() };
     let d = first.model.d_model;
@@ -43,7 +44,7 @@ pub fn check(layers: &[LayerSpec], stack: &StackSpec, first: &LayerContext) -> C
     walk.changes("the stack's end", &stack.end, d)
 }
 
-/// The names that the declarations checked so far have introduced.
+/// A check of a stack's declarations, one after the other, with the names that those checked so far have introduced.
 struct Walk<'a> {
     first: &'a LayerContext<'a>,
     stack: &'a StackSpec,
@@ -84,16 +85,16 @@ impl Walk<'_> {
         for (point, change) in &sublayer.inside {
             let widths = place.widths(*point).ok_or_else(|| format!("it has no point {point:?}"))?;
             let path = place.sublayer.path();
-            // A model that decodes makes a cross-attention's keys and values once, before the steps that keep and mix
-            // tensors. Its queries, which each step makes, are refused with them.
+            // In decoding, a cross-attention's keys and values are made once, before the steps in which other layers
+            // keep and mix tensors. So nothing can be kept or mixed there, nor at its queries.
             let is_qkv_of_cross_attention = place.sublayer == Sublayer::CrossAttention && point.is_before_products();
             if is_qkv_of_cross_attention && matches!(change, Change::Keep(_) | Change::Mix { .. }) {
                 return Err(
                     "its keys and values are made once for all tokens: nothing can be kept or mixed there".into()
                 );
             }
-            // What is inside an attention belongs to its module, so the names begin with the module's path. The path
-            // of a feed-forward is empty.
+            // Parameters inside an attention belong to its module, so their names must begin with the module's path.
+            // The path of a feed-forward is empty.
             self.change(&format!("{point:?}"), change, &widths, Some(path))?;
         }
         self.changes("branch", branch, d)?;
@@ -106,7 +107,7 @@ impl Walk<'_> {
                 return Err("a gain grows, and the stack declares no growth".into());
             }
         }
-        let (moved, wanted) = (streams.len(), self.stack.streams.len());
+        let (moved, wanted) = (streams.len(), self.stack.streams.len()); // numbers of streams beside x
         if moved != wanted {
             return Err(format!("it moves {moved} streams beside x, and the stack has {wanted}"));
         }
@@ -152,7 +153,7 @@ impl Walk<'_> {
             if combine.norms.len() as i64 > layers {
                 return Err(format!("combine has {} norms for {layers} layers", combine.norms.len()));
             }
-            // The names of the weight and of the norms are prescribed.
+            // The names of the weight and of the norms are prescribed: pair each prescribed name with the declared one.
             let norms = (1..).map(|l| format!("combine.norms.{l}")).zip(combine.norms.iter().map(|at| &at.name));
             let weight = ("combine.weight".to_string(), &combine.weight.name);
             if let Some((wanted, name)) = std::iter::once(weight).chain(norms).find(|(wanted, name)| wanted != *name) {
@@ -194,8 +195,8 @@ impl Walk<'_> {
         }
     }
 
-    /// Checks the shapes and numbers of a hyper-connection's gates, for n streams around a sublayer or at a stack's
-    /// end.
+    /// Checks the shapes and numbers of a hyper-connection's gates, for n streams around a sublayer or (`at_end`) at a
+    /// stack's end. p are the gates of the read, g those of the write, and R mixes the streams.
     fn gates(&mut self, gates: &Gates, n: i64, at_end: bool) -> CheckResult {
         let d = self.first.model.d_model;
         let mut check_shape = |parameter: &Learned, shape: &[i64]| self.parameter("mixing", parameter, &[shape]);
@@ -225,7 +226,7 @@ impl Walk<'_> {
                 Gates::MOST_PERMUTED
             )),
             Gates::Permuted { gain, weight, scale, bias } => {
-                let rows = 2 * n + Gates::permutations(n);
+                let rows = 2 * n + Gates::permutations(n); // for p, for g, and for the weights of permutations
                 check_shape(gain, &[n * d])?;
                 check_shape(weight, &[rows, n * d])?;
                 check_shape(scale, &[3])?;
@@ -233,7 +234,7 @@ impl Walk<'_> {
             }
             Gates::Each { .. } if at_end => Err("gates of each stream write too, so no stack can end with them".into()),
             Gates::Each { bias, dynamic } => {
-                check_shape(bias, &[n * (n + 2)])?;
+                check_shape(bias, &[n * (n + 2)])?; // for each stream: p_i, a row of R, g_i
                 let Some(Dynamic { gain, shift, weight, scale }) = dynamic else { return Ok(()) };
                 [gain, shift].into_iter().try_for_each(|parameter| check_shape(parameter, &[d]))?;
                 check_shape(weight, &[n + 2, d])?;
@@ -272,7 +273,8 @@ impl Walk<'_> {
             Change::Norm(norm) => self.norm(at, norm, widths, path),
             Change::Shift(parameter) | Change::Scale(parameter) => {
                 self.check_path(&parameter.name, path)?;
-                // A scalar, one number per column of a head if there are heads, or one per column of the row.
+                // The parameter may be a scalar, or as wide as a row, or as wide as a head if rows are split into
+                // heads.
                 let shapes: &[&[i64]] =
                     if widths.len() > 1 { &[&[1], &widths[..1], &[width]] } else { &[&[1], &[width]] };
                 self.parameter(at, parameter, shapes)
@@ -337,7 +339,7 @@ impl Walk<'_> {
             }
             gain => match gain.learned() {
                 Some(parameter) => {
-                    // A scalar, or one number per column.
+                    // The parameter is a scalar, or has one number per column.
                     let shapes: Vec<[i64; 1]> = [1].iter().chain(widths).map(|width| [*width]).collect();
                     self.parameter(
                         "a gain",
@@ -391,6 +393,8 @@ impl Walk<'_> {
             ));
         }
         self.parameters.insert(name.clone(), parameter.clone());
+        // `count` is the number of initial values, and `values` holds the numbers that must be finite. One value for
+        // all elements always has the right count.
         let (count, values) = match value {
             FirstValue::All(value) => (shape.iter().product::<i64>(), std::slice::from_ref(value)),
             FirstValue::Each(values) => (values.len() as i64, values.as_slice()),
@@ -438,8 +442,9 @@ impl LayerContext<'_> {
         match point {
             Point::Input => Some(vec![d]),
             Point::QueryInput | Point::KeyInput | Point::ValueInput => {
-                let has = self.sublayer == Sublayer::SelfAttention && self.model.tensorized.is_none();
-                has.then(|| vec![d])
+                // Only plain self-attention can have separate inputs for q, k and v.
+                let has_inputs = self.sublayer == Sublayer::SelfAttention && self.model.tensorized.is_none();
+                has_inputs.then(|| vec![d])
             }
             // Cross-attention does not rotate queries and keys.
             Point::RotatedQuery | Point::RotatedKey if self.sublayer == Sublayer::CrossAttention => None,

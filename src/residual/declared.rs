@@ -63,7 +63,7 @@ pub enum FirstValue {
 }
 
 impl Learned {
-    /// Declares a parameter over which no sum runs.
+    /// Declares a parameter whose products are not summed over the width or the depth of the model.
     fn of(name: impl Into<String>, shape: &[i64], value: FirstValue) -> Self {
         Learned { name: name.into(), shape: shape.to_vec(), value, sums_over: SumsOver::Nothing }
     }
@@ -176,8 +176,8 @@ impl ResidualSpec {
         ResidualSpec { alpha: Gain::Constant(alpha), beta: Gain::Constant(beta), ..self }
     }
 
-    /// Folds the factor m of F(x) into β, if every β is a constant. Returns the factor by which F(x) must still be
-    /// multiplied: 1 if m was folded into β, otherwise m.
+    /// Multiplies F(x) by m: folds m into β, if the β of x and of every stream beside x is a constant. Returns the
+    /// factor by which F(x) must still be multiplied: 1 if m was folded into β, otherwise m.
     pub fn times(mut self, m: f64) -> (Self, f64) {
         let mut gains: Vec<&mut Gain> = self.streams.iter_mut().map(|step| &mut step.beta).collect();
         gains.push(&mut self.beta);
@@ -188,7 +188,7 @@ impl ResidualSpec {
         for gain in gains {
             *gain = match gain {
                 Gain::Constant(value) => Gain::Constant(*value * m),
-                _ => Gain::Constant(m),
+                _ => Gain::Constant(m), // it was `Gain::One`
             };
         }
         (self, 1.0)
@@ -277,7 +277,8 @@ impl LayerSpec {
     }
 }
 
-/// Returns the names of the tensors that layer `index` keeps and that later layers or the stack's end read.
+/// Returns the names of the tensors that layer `index` keeps and that later layers or the stack's end read. `flow` is
+/// the declaration of the stack.
 pub fn leaves<'a>(layers: &'a [LayerSpec], index: usize, flow: &'a StackSpec) -> BTreeSet<&'a str> {
     let read_above: BTreeSet<&str> = layers[index + 1..].iter().flat_map(LayerSpec::takes).collect();
     let read_at_end: BTreeSet<&str> = flow.end.iter().filter_map(Change::mixes).collect();
@@ -383,10 +384,10 @@ impl Change {
     }
 }
 
-/// Makes a list that holds only this norm, as most places need.
 impl From<NormAt> for Vec<Change> {
-    fn from(at: NormAt) -> Self {
-        vec![Change::Norm(at)]
+    /// Returns a list that holds only this norm, as most places need.
+    fn from(norm: NormAt) -> Self {
+        vec![Change::Norm(norm)]
     }
 }
 

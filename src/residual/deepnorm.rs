@@ -16,8 +16,8 @@ fn around(place: &LayerContext) -> ResidualSpec {
     ResidualSpec { alpha: Gain::Constant(alpha(place)), after: place.closing_norm().into(), ..ResidualSpec::default() }
 }
 
-/// Returns the paper's α, which grows with the numbers of layers: n in the encoder, m in the decoder, or l in a single
-/// stack.
+/// Returns the paper's α, the factor of x. The formulas are for an encoder, for a decoder, and for a single stack. n, m
+/// and l are the numbers of layers in these stacks.
 fn alpha(place: &LayerContext) -> f64 {
     place.constant(
         |n, m| 0.81 * (n.powi(4) * m).powf(1.0 / 16.0),

@@ -13,8 +13,8 @@ pub static DENSEFORMER: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
-/// Declares that each layer reads a weighted sum of all earlier outputs. The weights begin as the
-/// identity matrix, so that a layer first reads the last output alone.
+/// Declares that each layer reads a weighted sum of all earlier outputs, the embedding included. The weights begin as
+/// the identity matrix, so that a layer first reads the last output alone.
 fn stack(place: &LayerContext) -> StackSpec {
     let identity = |row: i64, column: i64| if row == column { 1.0 } else { 0.0 };
     let weight = Learned::matrix("combine.weight", [place.layers() + 1; 2], identity).summed_over(SumsOver::Depth);

@@ -29,7 +29,7 @@ pub static DLCL: Scheme = Scheme {
 /// Declares the residual connection of PreNorm or PostNorm, as the option `dlcl_norm` says.
 fn around(place: &LayerContext) -> ResidualSpec {
     let mut around = (layers(place).around)(place);
-    // PostNorm's last norm is not the stack's last here: the norm of the last sum follows.
+    // PostNorm marks its last norm as the stack's last one. Here the norm of the last sum follows it.
     for change in &mut around.after {
         if let Change::Norm(norm) = change {
             norm.last = false;
@@ -43,9 +43,14 @@ fn around(place: &LayerContext) -> ResidualSpec {
 fn stack(place: &LayerContext) -> StackSpec {
     let on_sums = place.options.get(&NORM) == DlclNorm::Post;
     // With norms on sums, the norm of the last sum is the stack's last norm.
-    let norm =
-        |l: i64| NormAt { name: format!("combine.norms.{l}"), last: on_sums && l == place.layers(), ..place.norm() };
+    let norm = |layer: i64| NormAt {
+        name: format!("combine.norms.{layer}"),
+        last: on_sums && layer == place.layers(),
+        ..place.norm()
+    };
     let norms = (1..=place.layers()).map(norm).collect();
+    // The embedding is output 0, and the layers' outputs count from 1. Row l begins with equal weights for the outputs
+    // 0 to l.
     let size = place.layers() + 1;
     let mean = |row: i64, column: i64| if column <= row { 1.0 / (row + 1) as f64 } else { 0.0 };
     let weight = Learned::matrix("combine.weight", [size; 2], mean).summed_over(SumsOver::Depth);

@@ -51,7 +51,8 @@ pub static GPAS: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
-/// Adds the gate: to the sum, or if a norm follows the sum, to x before the sum.
+/// Declares the connection of the scheme that gpas changes, with a gate on the sum. If a norm follows the sum, the gate
+/// is on x before the sum. A layer's sublayers share one gate, because its name is the same.
 fn around(place: &LayerContext) -> ResidualSpec {
     let gate = vec![Change::DampForward(Learned::new("forward_gate", &[1], 0.0))];
     let around = (GpasScheme::of(place).around)(place);

@@ -20,8 +20,8 @@ choice! {
 }
 
 impl Growth {
-    /// Returns α_t in a layer counted from 0, as a tensor (1,) of this type on the device of `t`. `t` is int64 (1,)
-    /// and stays on its device: the host never reads it.
+    /// Returns α_t in a layer counted from 0, as a tensor (1,) of this type on the device of `t`. `t` is the update's
+    /// number, int64 (1,), and stays on its device: the host never reads it.
     pub fn alpha(&self, t: &Tensor, layer: i64, kind: Kind) -> Result<Tensor> {
         let steps = if self.by_layer { self.steps * (layer + 1) } else { self.steps };
         // With T = 0, α is 1 from the start.

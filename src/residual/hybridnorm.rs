@@ -17,7 +17,8 @@ pub static HYBRIDNORM: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
-/// Declares N(y), the norm before the feed-forward, after the layer's last attention.
+/// Declares x⁺ = x + F(x). After the layer's last attention a norm follows the sum, so that the feed-forward reads the
+/// normed sum, and its output is added to it.
 fn around(place: &LayerContext) -> ResidualSpec {
     let is_last_attention = place.index + 2 == place.sublayers; // the feed-forward is the last sublayer
     match is_last_attention {

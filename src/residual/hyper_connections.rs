@@ -15,7 +15,8 @@ option_spec! {
     DYNAMIC ("hyper_connections_dynamic"): bool = true;
 }
 
-/// The initial value of s. It is small, so that at first the streams hardly influence the weights of their mixing.
+/// The initial value of s, the factor of the weights' part that depends on the streams. It is small, so that at first
+/// the streams hardly influence how they are mixed.
 const SCALE: f64 = 0.01;
 
 pub static HYPER_CONNECTIONS: Scheme = Scheme {
@@ -35,7 +36,8 @@ fn around(place: &LayerContext) -> ResidualSpec {
     let (n, d) = (place.options.get(&STREAMS), place.model.d_model);
     let own = place.number() % n; // the stream that this sublayer reads at first
 
-    // Row i holds p_i, then R_i1 to R_in, then g_i.
+    // Row i holds p_i, the weight with which stream i is read, then R_i1 to R_in, its weights in the new streams, then
+    // g_i, the weight with which F(x) is written to it.
     let row = |i: i64| {
         let one_if_equal = |j: i64| if i == j { 1.0 } else { 0.0 };
         [one_if_equal(own)].into_iter().chain((0..n).map(one_if_equal)).chain([1.0]).collect::<Vec<f64>>()

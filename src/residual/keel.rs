@@ -20,7 +20,7 @@ pub static KEEL: Scheme = Scheme {
 /// Declares x⁺ = N(αx + F(N(x))).
 fn around(place: &LayerContext) -> ResidualSpec {
     let alpha = match place.options.get(&ALPHA) {
-        0.0 => place.additions() as f64,
+        0.0 => place.additions() as f64, // the option's default
         given => given,
     };
     let after = NormAt { name: place.numbered("post_norm"), ..place.closing_norm() };

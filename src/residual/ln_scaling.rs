@@ -35,7 +35,8 @@ fn around(place: &LayerContext) -> ResidualSpec {
     ResidualSpec { before: NormAt { start, ..place.norm() }.into(), ..ResidualSpec::default() }
 }
 
-/// Declares the constant 1/√l on the norm's output, in the form `constant`.
+/// Declares the constant factor 1/√l on the norm's output, which is the sublayer's input. The form `weight` has none,
+/// because the norm's own weight begins at 1/√l.
 fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     match place.options.get(&MODE) {
         LnScalingMode::Constant => vec![(Point::Input, Change::Times(factor(place)))],

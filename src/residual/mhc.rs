@@ -45,14 +45,14 @@ option_spec! {
     END ("mhc_end"): MhcEnd = MhcEnd::Gates;
 }
 
-/// The initial value of s. It is small, so that at first the streams hardly influence the weights of their mixing
-/// (Xie et al. 2025; Hunyuan V4).
+/// The initial value of s, the factor of the scores that depend on the streams. It is small, so that at first the
+/// streams hardly influence how they are mixed (Xie et al. 2025; Hunyuan V4).
 const SCALE: f64 = 0.01;
-/// The initial b of p and g for all streams but one, which has 1: at first a sublayer mainly reads and writes this
-/// stream (mHC-lite's code).
+/// The initial bias of the read gates p and the write gates g, for all streams but one, which has 1. So a sublayer at
+/// first mainly reads and writes this stream (mHC-lite's code).
 const ASIDE: f64 = -1.0;
-/// The initial b of R's elements off the diagonal; those on the diagonal have 0. So R begins close to the identity
-/// (mHC-lite's code).
+/// The initial bias of the elements off the diagonal of R, the matrix that mixes streams. Those on the diagonal have 0,
+/// so R begins close to the identity (mHC-lite's code).
 const APART: f64 = -8.0;
 /// The standard deviation of the initial matrices in the forms `none` and `channel`, in which nothing else makes the
 /// streams differ (`initializer_range` in transformers).
@@ -73,7 +73,7 @@ pub static MHC: Scheme = Scheme {
 /// Errors if an option is set that only another form of mixing uses.
 fn check(options: &Options) -> Result<()> {
     let mixing = options.get(&MIXING);
-    // Errors if the option is set, and the mixing is not `user`, the one that uses it.
+    // Errors if the option has another value than its default, and the mixing is not `user`, the one that uses it.
     let unused = |option: &dyn AnyOption, user: MhcMixing| {
         let value = options.value(option);
         match mixing == user || value == option.field("").default {
@@ -92,7 +92,8 @@ fn check(options: &Options) -> Result<()> {
 
 /// Declares how a sublayer reads, mixes and writes the streams, and the norm on what it reads.
 fn around(place: &LayerContext) -> ResidualSpec {
-    let mixing = Some(connection(place, false, |stem| place.numbered(stem)));
+    let is_end = false;
+    let mixing = Some(connection(place, is_end, |stem| place.numbered(stem)));
     match place.options.get(&MIXING) {
         // In this form the gates have norms of their own, so PreNorm's are left out.
         MhcMixing::Channel => ResidualSpec { mixing, ..ResidualSpec::default() },
@@ -102,7 +103,8 @@ fn around(place: &LayerContext) -> ResidualSpec {
 
 /// Declares how the stack's output is read from the streams, and the norm after it, if the gates have none.
 fn stack(place: &LayerContext) -> StackSpec {
-    let mixing = Some(connection(place, true, |stem| format!("end_{stem}")));
+    let is_end = true;
+    let mixing = Some(connection(place, is_end, |stem| format!("end_{stem}")));
     match (place.options.get(&MIXING), place.options.get(&END)) {
         (MhcMixing::Channel, MhcEnd::Gates) => StackSpec { mixing, ..StackSpec::default() },
         _ => StackSpec { mixing, ..(PRENORM.stack)(place) },
@@ -116,6 +118,7 @@ fn connection(place: &LayerContext, is_end: bool, name: impl Fn(&str) -> String)
     let options = place.options;
     let (n, d, magnitude) = (options.get(&STREAMS), place.model.d_model, options.get(&MAGNITUDE));
     // Declares gates that are functions of all streams together, with `scales` numbers s and the initial values `bias`.
+    // `weight` declares the matrix, from its name and shape.
     let joint = |scales: i64, bias: Vec<f64>, weight: fn(String, &[i64]) -> Learned, iterations: i64| {
         let rows = bias.len() as i64;
         Gates::Joint {
@@ -142,7 +145,7 @@ fn connection(place: &LayerContext, is_end: bool, name: impl Fn(&str) -> String)
             let written = if is_end { 0 } else { n as usize };
             let bias = [vec![even; n as usize], vec![0.0; written]].concat();
             let scales = if is_end { 1 } else { 2 }; // one for p alone, or for each of p and g
-            let iterations = 0; // R = I
+            let iterations = 0; // R = I, so streams are not mixed
             joint(scales, bias, |name, shape| Learned::normal(name, shape, STD), iterations)
         }
         (MhcMixing::Channel, is_end) => {

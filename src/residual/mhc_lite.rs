@@ -12,12 +12,12 @@ option_spec! {
     STREAMS ("mhc_lite_streams"): i64 = 4, check_streams;
 }
 
-/// The initial value of s.
+/// The initial value of s, the factor of the scores that depend on the streams.
 const SCALE: f64 = 0.01;
-/// The initial b of p and g for all streams but one, which has 1: at first a sublayer mainly reads and writes this
-/// stream.
+/// The initial bias of the read gates p and the write gates g, for all streams but one, which has 1. So a sublayer at
+/// first mainly reads and writes this stream.
 const ASIDE: f64 = -1.0;
-/// The initial b of every permutation except the identity, which has 0.
+/// The initial bias in the scores of all permutations of the streams except the identity, which has 0.
 const APART: f64 = -8.0;
 
 pub static MHC_LITE: Scheme = Scheme {
@@ -41,10 +41,13 @@ fn check_streams(name: &str, value: i64) -> Result<()> {
 /// hardly mixes them.
 fn around(place: &LayerContext) -> ResidualSpec {
     let (n, d) = (place.options.get(&STREAMS), place.model.d_model);
-    let own = place.number() % n; // the stream that this sublayer mainly reads and writes
-    let gates = (0..n).chain(0..n).map(|i| if i == own { 1.0 } else { ASIDE });
+    // The index of the stream that this sublayer mainly reads and writes.
+    let own = place.number() % n;
+    // The biases of the read gates p, of the write gates g, and of the permutations' scores.
+    let p_and_g = (0..n).chain(0..n).map(|i| if i == own { 1.0 } else { ASIDE });
+    // In lexicographic order, the identity is permutation 0.
     let permutations = (0..Gates::permutations(n)).map(|i| if i == 0 { 0.0 } else { APART });
-    let bias: Vec<f64> = gates.chain(permutations).collect();
+    let bias: Vec<f64> = p_and_g.chain(permutations).collect();
     let rows = bias.len() as i64;
     let gates = Gates::Permuted {
         gain: Learned::new(place.numbered("hyper_gain"), &[n * d], 1.0),

@@ -46,16 +46,16 @@ impl Mixing {
     }
 }
 
-/// The maximum number of streams n. mHC's φ has n³·d numbers, so memory grows fast with n.
+/// The maximum number of streams n. The matrix of mHC's gates has about n³·d numbers, so memory grows fast with n.
 const MOST_STREAMS: i64 = 100;
 
-/// Returns the end of a stack whose output is the norm of the sum of its streams.
+/// Declares a stack whose output is the norm of the sum of its `streams` streams.
 pub(super) fn sum_at_end(place: &LayerContext, streams: i64) -> StackSpec {
     let end = HyperConnection { streams, gates: Box::new(Gates::Sum(1.0)) };
     StackSpec { mixing: Some(Mixing::Hyper(end)), ..(PRENORM.stack)(place) }
 }
 
-/// Errors unless a hyper-connection has 1 to [`MOST_STREAMS`] streams.
+/// Errors unless `value`, a number of streams, lies between 1 and [`MOST_STREAMS`]; `name` is the option's.
 pub(super) fn check_streams(name: &str, value: i64) -> Result<()> {
     at_least_one(name, value)?;
     at_most(name, value, MOST_STREAMS)
@@ -83,9 +83,9 @@ pub enum Gates {
         weight: Learned,
         /// s: (3,), (2,) without iterations, or (1,) at a stack's end.
         scale: Learned,
-        /// b. It has as many numbers as φ has rows.
+        /// b, with as many numbers as φ has rows.
         bias: Learned,
-        /// The factor c, which bounds g.
+        /// The factor c of the write gates g, which is also their upper bound.
         magnitude: f64,
         /// How often R's columns are normalised; 0 means that R = I, and that ε is added to g.
         iterations: i64,
@@ -121,7 +121,7 @@ pub enum Gates {
         up: Learned,
         /// W, of shape (n, n·d); `None` at a stack's end.
         write: Option<Learned>,
-        /// The factor c, which bounds g.
+        /// The factor c of the write gates g, which is also their upper bound.
         magnitude: f64,
     },
     /// p_i = c for every stream, at a stack's end.

@@ -23,7 +23,7 @@ pub static NGPT: Scheme = Scheme {
 
 /// Declares x⁺ = u(u(x) + |a|⊙(u(F(x)) − u(x))), in which u scales a vector to length 1: α = 1 − |a| and β = |a|.
 fn around(place: &LayerContext) -> ResidualSpec {
-    // w begins at `base`, so with this temperature |w/τ| begins at `SHARE`.
+    // |a| = |w/τ|, in which w begins at `base`. With this temperature τ it begins at `SHARE`.
     let base = base(place);
     let (w, temperature) = (Learned::new(place.numbered("share"), &[place.model.d_model], base), base / SHARE);
     ResidualSpec {
@@ -41,6 +41,7 @@ fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     let model = &place.model;
     match place.sublayer {
         Sublayer::FeedForward => {
+            // Returns a learned scale of this width and the constant √d, both at the point.
             let scaled = |point, name, width| {
                 let scale = Learned::new(name, &[width], 1.0);
                 [(point, Change::Scale(scale)), (point, Change::Times((model.d_model as f64).sqrt()))]

@@ -12,7 +12,7 @@ choice! {
 }
 
 impl StackName {
-    /// Returns the stacks of a model.
+    /// Returns the stacks that a model has.
     pub fn of(model: &ModelShape) -> &'static [StackName] {
         match model.has_encoder {
             true => &[StackName::Encoder, StackName::Decoder],

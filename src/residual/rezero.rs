@@ -13,6 +13,6 @@ pub static REZERO: Scheme = Scheme {
 
 /// Declares x⁺ = x + a F(x) with a scalar a, which begins at 0.
 fn around(_: &LayerContext) -> ResidualSpec {
-    // The name is the same in all sublayers of a layer, so they share one parameter.
+    // All sublayers of a layer declare this name, so they share one parameter.
     ResidualSpec { beta: Gain::Learned(Learned::new("branch_scale", &[1], 0.0)), ..ResidualSpec::default() }
 }

@@ -32,6 +32,7 @@ pub enum SchemeRef {
 }
 
 impl SchemeRef {
+    /// Returns the name by which a configuration refers to the scheme.
     pub fn name(&self) -> &str {
         match self {
             SchemeRef::Table(scheme) => scheme.name,
@@ -133,7 +134,7 @@ impl SchemeRef {
 }
 
 impl PartialEq for SchemeRef {
-    // Built-in schemes hold functions, which cannot be compared; their names are unique.
+    /// Compares built-in schemes by their unique names, because they hold functions, which cannot be compared.
     fn eq(&self, other: &Self) -> bool {
         match (self, other) {
             (SchemeRef::Table(left), SchemeRef::Table(right)) => left.name == right.name,
@@ -144,6 +145,7 @@ impl PartialEq for SchemeRef {
 }
 
 impl fmt::Debug for SchemeRef {
+    /// Writes the scheme's name.
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.write_str(self.name())
     }
@@ -158,7 +160,7 @@ enum Share {
 }
 
 impl Share {
-    /// Returns this share of a stack of `layers` layers, as a number of layers.
+    /// Returns how many layers this share is in a stack of `layers` layers.
     fn of(self, layers: i64) -> i64 {
         match self {
             Share::Layers(count) => count,
@@ -172,7 +174,7 @@ impl Share {
             Some((part, whole)) => Share::Fraction(part.parse().ok()?, whole.parse().ok()?),
             None => Share::Layers(text.parse().ok()?),
         };
-        // Both bounds of 2³¹ keep the product in `of` within an i64.
+        // The bounds of 2³¹ keep `layers * part` within an i64, which [`of`](Self::of) computes.
         let is_sound = match share {
             Share::Layers(count) => (1..1 << 31).contains(&count),
             Share::Fraction(part, whole) => 0 < part && part < whole && whole < 1 << 31,
@@ -209,6 +211,7 @@ impl Schemes {
             return Err(wrong(format!("the last scheme has the layers that are left, so write {name} alone")));
         }
         let mut schemes = Schemes::of(SchemeRef::Table(find(last)?));
+        // Without a comma `first` is empty, and has no parts.
         for part in first.split(',').filter(|_| !first.is_empty()) {
             let (name, share) = part.split_once('*').unwrap_or((part, "")); // an empty share is refused
             let scheme = find(name)?;
@@ -261,6 +264,7 @@ impl Schemes {
         let sublayers = place.each().map(|place| {
             let around = scheme.around(&place);
             let (around, scale) = match place.model.scaled.unit {
+                // u-μP sets both gains, and leaves no factor to multiply F(x) by.
                 Some(unit) => (around.with_gains(unit.gains(place.number())), 1.0),
                 None => around.times(place.model.scaled.branch(place.layers())),
             };
@@ -349,6 +353,7 @@ impl Schemes {
     /// schemes were parsed.
     pub fn check(&self, residual: &str, model: &ModelShape) -> Result<()> {
         let stacks = [("encoder_layers", model.encoder_layers), ("decoder_layers", model.decoder_layers)];
+        // Without an encoder, the first entry is skipped.
         for (name, layers) in stacks.into_iter().skip(usize::from(!model.has_encoder)) {
             // The last scheme needs a layer of its own if there are others.
             let taken: i64 = self.first.iter().map(|(_, share)| share.of(layers)).sum();
@@ -363,7 +368,8 @@ impl Schemes {
     }
 }
 
-/// Returns the norms on an attention's queries and keys, and the factor by which the results are multiplied.
+/// Returns the norms that the option `qk_norm` adds to an attention's queries and keys, and the factor by which the
+/// results are multiplied. Returns nothing without the option.
 fn qk_norm(place: &LayerContext) -> Vec<(Point, Change)> {
     let Some(how) = place.model.qk_norm else { return Vec::new() };
     let points = match how.after_rotation && place.sublayer == Sublayer::SelfAttention {

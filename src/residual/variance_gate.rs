@@ -24,7 +24,7 @@ pub static VARIANCE_GATE: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
-/// Declares x⁺ = α⊙x + β⊙N(F(N(x))), in which one parameter w sets both gates.
+/// Declares x⁺ = α⊙x + β⊙N(F(N(x))), in which one parameter w sets both gates: β = σ(w/τ) and α = √max(1 − β², 10⁻³).
 fn around(place: &LayerContext) -> ResidualSpec {
     let w = Learned::normal(place.numbered("residual_gate"), &[place.model.d_model], START);
     let temperature = place.options.get(&TEMPERATURE);

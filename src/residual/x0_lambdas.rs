@@ -31,7 +31,7 @@ pub static X0_LAMBDAS: Scheme = Scheme {
 fn layer(place: &LayerContext) -> Vec<Change> {
     // `depth` runs from 0 in the first layer to 1 in the last, and the gains' initial values fall with it.
     let depth = place.layer as f64 / (place.layers() - 1).max(1) as f64;
-    let gain = |name: &str, value| Gain::Learned(Learned::new(name, &[1], value));
+    let gain = |name: &str, value| Gain::Learned(Learned::new(name, &[1], value)); // λ and μ, one per layer
     let own = gain("stream_scale", 1.15 - 0.10 * depth);
     let kept = gain("embedding_scale", 0.20 - 0.15 * depth);
     let mix = Change::Mix { name: EMBEDDING.into(), own, kept };

@@ -17,6 +17,7 @@ fn evaluated(store: &CheckpointStore) -> Result<Vec<PathBuf>> {
     // `newer` is the number of evaluations in the checkpoint of the previous iteration, if there was one. It is
     // `Some(None)` if that checkpoint does not state the number.
     let (mut paths, mut newer) = (Vec::new(), None::<Option<u64>>);
+    // `usize::MAX` asks for all checkpoints.
     for path in store.recent(usize::MAX)? {
         let (state, _) = checkpoint::load_state(&path)?;
         if state["is_pause"] == true {
@@ -35,8 +36,8 @@ fn evaluated(store: &CheckpointStore) -> Result<Vec<PathBuf>> {
 }
 
 /// Averages a run's checkpoints, either those of the given updates or the last `count`, and saves the result as the
-/// checkpoint `average`. Parameters and running statistics are averaged; counters are copied from the newest
-/// checkpoint. `check_interrupt` runs before a checkpoint is read.
+/// checkpoint `average`, whose path it returns. Parameters and running statistics are averaged; counters are copied
+/// from the newest checkpoint. `check_interrupt` runs before a checkpoint is read.
 pub fn average(
     folder: &Path,
     count: Option<usize>,
@@ -45,7 +46,7 @@ pub fn average(
 ) -> Result<PathBuf> {
     read_configs(folder)?;
     let _lock = Lock::take(folder)?;
-    // The average is written under the second name, and gets the first one when it is complete.
+    // The average is written to `new`, and moved to `path` when it is complete.
     let [path, new] = [AVERAGE, NEW_AVERAGE].map(|name| folder.join(CHECKPOINTS).join(name));
     let is_taken = |path: &&&PathBuf| path.symlink_metadata().is_ok() && !is_runs(path);
     if let Some(taken) = [&path, &new].iter().find(is_taken) {

@@ -39,7 +39,8 @@ struct TextStream {
 }
 
 impl Translator {
-    /// Returns the ids of a text that may have several lines. EOS follows each line except the last.
+    /// Returns the ids of a text that may have several lines. EOS follows each line except the last. Entries that the
+    /// model never predicts become UNK.
     fn read_text(&self, text: &str, check_interrupt: Interrupt) -> Result<Vec<i64>> {
         let lines: Vec<String> = text.split('\n').map(str::to_owned).collect();
         let ids = within(self.encode(&lines, check_interrupt)?, self.seen.as_deref());
@@ -66,6 +67,7 @@ impl Translator {
         let prompt_ids: Vec<Vec<i64>> =
             prompts.iter().map(|prompt| self.read_text(prompt, check_interrupt)).collect::<Result<_>>()?;
         let samples = options.samples as usize;
+        // The call errors now if the completions, without their texts, would not fit into memory.
         let bytes = size_of::<Completion>() as u128 * prompts.len() as u128 * samples as u128;
         memory::room(bytes, || format!("{samples} texts of each of {} prompts (ask for fewer)", prompts.len()))?;
         // `texts` has the indices (prompt, sample) of each text to generate.
@@ -85,7 +87,7 @@ impl Translator {
                     TextStream { prompt, sample, joiner, text: String::new() }
                 })
                 .collect();
-            // `index` is the text's index in the batch.
+            // `generate` calls this function for each new token; `index` is the text's index in the batch.
             let mut take_token = |index: usize, token: i64, is_over: bool| -> Result<()> {
                 let stream = &mut streams[index];
                 let new = self.text_of(token, is_over, &mut stream.joiner);
@@ -113,7 +115,8 @@ impl Translator {
         Ok(completions)
     }
 
-    /// Returns the text that a token adds to a sample. An EOS adds a line break, or nothing if it ends the sample.
+    /// Returns the text that a token adds to a sample. An EOS adds a line break, or nothing if it ends the sample,
+    /// which is when `is_over` is true. `joiner` joins the sample's pieces to words.
     fn text_of(&self, token: i64, is_over: bool, joiner: &mut Joiner) -> String {
         match (token == EOS, is_over) {
             (true, true) => String::new(),

@@ -113,7 +113,8 @@ pub(super) struct Beginning {
 }
 
 impl Beginning {
-    /// Builds the contents. The segmenter is moved out of `prepared`, because training no longer needs it.
+    /// Builds the contents. Moves the segmenter out of `prepared`, because training no longer needs it; `Split` takes
+    /// its place.
     pub(super) fn of(prepared: &mut PreparedData, training: &TrainingConfig, config: &DataConfig) -> Self {
         Beginning {
             configs: Configs { model: prepared.model.clone(), training: training.clone(), data: config.clone() },
@@ -131,6 +132,7 @@ impl Beginning {
     /// Writes the contents into the folder, in place of an earlier run if `mode` is Overwrite. All checks that could
     /// refuse the run have been made before.
     pub(super) fn write(&self, output: &Path, mode: &Mode) -> Result<()> {
+        // For tests that inject failures: a new operation begins here.
         fault::begin();
         // The user may have put something into the folder while the data were prepared.
         check_beginning(output, mode)?;
@@ -159,14 +161,14 @@ impl Beginning {
 pub(super) fn check_beginning(output: &Path, mode: &Mode) -> Result<()> {
     let shown = output.display();
     check_checkpoints(output)?;
-    // `found` lists (path, true if a run wrote it).
-    let found = ownership::found(output);
-    if *mode == Mode::New && found.iter().any(|(path, is_runs)| *is_runs && path.ends_with(CONFIG)) {
+    // Pairs (path, true if a run wrote it).
+    let existing = ownership::found(output);
+    if *mode == Mode::New && existing.iter().any(|(path, is_runs)| *is_runs && path.ends_with(CONFIG)) {
         return Err(Error::invalid(format!(
             "{shown} already holds a run: --resume continues it, --overwrite starts anew, or choose another output"
         )));
     }
-    if let Some((path, _)) = found.iter().find(|(_, is_runs)| !is_runs) {
+    if let Some((path, _)) = existing.iter().find(|(_, is_runs)| !is_runs) {
         let proof =
             if checksums::listed(output).is_empty() { ", and no whole checksums.txt says that a run did" } else { "" };
         return Err(Error::invalid(format!(
@@ -177,12 +179,12 @@ pub(super) fn check_beginning(output: &Path, mode: &Mode) -> Result<()> {
     if *mode == Mode::Overwrite {
         return Ok(());
     }
-    // A run writes these files before its config.
+    // True for the files that a run writes before its config.
     let precedes_config = |path: &Path| {
         path.file_name()
             .is_some_and(|name| name != CONFIG && (name == CHECKSUMS || LISTED.iter().any(|listed| name == *listed)))
     };
-    match found.iter().find(|(path, _)| !precedes_config(path)) {
+    match existing.iter().find(|(path, _)| !precedes_config(path)) {
         Some((path, _)) => Err(Error::invalid(format!(
             "{shown} holds {} of an earlier run, which a new one would write over: --overwrite removes it, or choose \
              another output",
@@ -276,8 +278,8 @@ pub fn save_model(
 pub(super) struct ResumeState {
     pub segmenter: Segmenter,
     pub vocabulary: Vocabulary,
-    /// The checkpoint; `None` if the run was stopped before it saved one.
-    pub found: Option<ResumePoint>,
+    /// The checkpoint from which the run continues; `None` if the run was stopped before it saved one.
+    pub resume_point: Option<ResumePoint>,
     /// The options that differ from the checkpoint's.
     pub changes: Vec<OptionChange>,
 }
@@ -291,35 +293,36 @@ pub(super) fn resume(
     output: &Path,
     from: Option<&str>,
 ) -> Result<ResumeState> {
-    let beginning = read_configs(output)?;
+    let stored = read_configs(output)?;
     let vocabulary = read_vocabulary(output)?;
-    let segmenter = read_segmenter(output, &beginning.data)?;
+    let segmenter = read_segmenter(output, &stored.data)?;
     let store = CheckpointStore::at(output);
-    let found = match from {
+    let resume_point = match from {
         Some(from) => Some(store.chosen(from)?),
         None => store.newest()?,
     };
     // The checkpoint's options count, because an earlier resume may have trained with others than config.json's.
-    let before = match &found {
-        Some(found) => beginning.of_checkpoint(&found.path, &found.checkpoint.config)?,
-        None => beginning,
+    let before = match &resume_point {
+        Some(point) => stored.of_checkpoint(&point.path, &point.checkpoint.config)?,
+        None => stored,
     };
+    // The options do not have the size of the vocabulary, so the run's is filled in.
     let wanted = TransformerConfig { vocab_size: vocabulary.len() as i64, ..model.clone() };
     let changes = changes(before.parts(), (&wanted, training, data))
         .map_err(|e| Error::invalid(format!("{} {e}", output.display())))?;
     check_codes(output, data, &segmenter)?;
-    if found.is_none() && has_saved(output)? {
+    if resume_point.is_none() && has_saved(output)? {
         return Err(Error::invalid(format!(
             "{} holds no checkpoint, and {LOG} says that the run has saved some: restore the folder from a copy, or start \
              again with --overwrite",
             output.join(CHECKPOINTS).display()
         )));
     }
-    Ok(ResumeState { segmenter, vocabulary, found, changes })
+    Ok(ResumeState { segmenter, vocabulary, resume_point, changes })
 }
 
-/// Errors if the options name other merges than the run's. If the file `bpe_codes` no longer exists, the run's own copy
-/// is used without a check.
+/// Errors if the options name other merges than those of `own`, the run's segmenter. If the file `bpe_codes` no longer
+/// exists, the run's own copy is used without a check.
 fn check_codes(output: &Path, data: &DataConfig, own: &Segmenter) -> Result<()> {
     let refuse = |what: &str| {
         Err(Error::invalid(format!(
@@ -371,6 +374,7 @@ pub(super) fn read_configs(output: &Path) -> Result<Configs> {
 fn read_own(output: &Path, name: &str) -> Result<(PathBuf, Vec<u8>)> {
     let path = output.join(name);
     let missing = || Error::io("read", &path, std::io::ErrorKind::NotFound.into());
+    // `atomic::read` returns `None` for a file that does not exist.
     let bytes = atomic::read(&path, TEXT_BYTES)?.ok_or_else(missing)?;
     Ok((path, bytes))
 }
@@ -428,6 +432,7 @@ pub(super) fn read_mask(output: &Path, vocabulary: &Vocabulary) -> Result<Vec<bo
 fn last_byte(path: &Path) -> Result<Option<u8>> {
     let mut file = atomic::open(path, File::options().read(true))?;
     let mut last = [0];
+    // The closure collects the I/O errors, which all get the same message.
     let mut read = || {
         if file.metadata()?.len() == 0 {
             return Ok(None);
@@ -459,7 +464,7 @@ impl<'a> Log<'a> {
         Ok(log)
     }
 
-    /// Appends the text to the log, unless another rank writes the log.
+    /// Appends the text to the log; does nothing if another rank writes the log.
     fn put(&self, text: &str) -> Result<()> {
         self.file.as_deref().map_or(Ok(()), |path| atomic::append(path, text))
     }

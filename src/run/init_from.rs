@@ -31,6 +31,7 @@ pub fn with_weights_of(
         CheckpointStore::at(folder).read(checkpoint, |path| train::checkpoint::load_model(path))?;
     let their_config = configs.of_checkpoint(&path, &config)?.model;
     let their_vocabulary = read_vocabulary(folder)?;
+    // The parameters of both models, by name. Those of the other model then replace ours.
     let theirs = load_parameters(&arrays, device)?;
     let mut ours = load_parameters(&to_arrays(&model.parameters)?, device)?;
     let refuse = |why: String| {
@@ -83,7 +84,7 @@ fn with_rows(own: &Tensor, other: &Tensor, rows: &[(i64, i64)]) -> Result<Tensor
     Ok(own.f_index_copy(0, &index_tensor(&own_rows)?, &copied)?)
 }
 
-/// Describes the options that differ, except those of `MAY_DIFFER`; `None` if there are none.
+/// Describes the options in which two models differ, except those of `MAY_DIFFER`; `None` if there are none.
 fn differing(theirs: &TransformerConfig, ours: &TransformerConfig) -> Option<String> {
     let [theirs, ours] = [theirs, ours].map(|config| {
         let mut options = serde_json::json!(config);
@@ -95,7 +96,8 @@ fn differing(theirs: &TransformerConfig, ours: &TransformerConfig) -> Option<Str
     (theirs != ours).then(|| differences(&theirs, &ours))
 }
 
-/// Splits RUN or RUN:CHECKPOINT into the folder and the checkpoint, which is `best` by default.
+/// Splits RUN or RUN:CHECKPOINT into the folder and the checkpoint, which is `best` by default. The name of an existing
+/// folder may have a colon.
 pub fn parse(text: &str) -> (&Path, &str) {
     match text.rsplit_once(':') {
         Some((folder, checkpoint)) if !Path::new(text).is_dir() => (Path::new(folder), checkpoint),

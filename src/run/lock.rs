@@ -79,13 +79,13 @@ impl Lock {
                     path.display()
                 )));
             }
-            let own = serde_json::to_string(&Owner::this()).map_err(|e| Error::invalid(e.to_string()))?;
+            let owner = serde_json::to_string(&Owner::this()).map_err(|e| Error::invalid(e.to_string()))?;
             let mut lock = Lock { file, path, made, is_exclusive };
             let Lock { file, path, .. } = &mut lock;
             act("write", path, || {
                 file.set_len(0)?;
                 file.rewind()?;
-                file.write_all(own.as_bytes())
+                file.write_all(owner.as_bytes())
             })?;
             // Unfinished files are removed only if checksums prove that the folder is a run's.
             if !checksums::listed(folder).is_empty() {
@@ -97,6 +97,7 @@ impl Lock {
 }
 
 impl Drop for Lock {
+    /// Removes the lock file, and the folders that were created for it, innermost first, if they are empty.
     fn drop(&mut self) {
         // If the removal fails, a file or an empty folder stays, which does not stop the next run.
         let _ = fs::remove_file(&self.path);
@@ -107,6 +108,7 @@ impl Drop for Lock {
 impl Owner {
     /// Describes this process, as the owner from now on.
     fn this() -> Self {
+        // The clock may be set to a time before 1970.
         let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() as i64);
         Owner { pid: std::process::id(), host: host(), since: utc(seconds) }
     }

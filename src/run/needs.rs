@@ -17,9 +17,9 @@ use tch::{Device, Kind};
 
 /// The size in bytes of one f32 parameter together with its gradient.
 const TRAINED: usize = 8;
-/// The numbers of layers to measure, for a stack that has more.
+/// The numbers of layers to measure, for a stack that has more. Three of them determine a quadratic function.
 const LAYERS: [i64; 3] = [2, 4, 6];
-/// The numbers of rows of the two batches to measure, for a batch that has more.
+/// The numbers of rows of the two batches to measure, for a batch that has more. Two of them determine a line.
 const ROWS: [usize; 2] = [2048, 4096];
 
 /// Returns a run's number of parameters, its memory in bytes and the size of its data, as a JSON object.
@@ -30,7 +30,7 @@ pub fn dry_run(
     check_interrupt: Interrupt,
 ) -> Result<serde_json::Value> {
     let prepared = prepare(model, training, data, check_interrupt)?;
-    // If the device does not exist here, the run is planned for another machine.
+    // On a GPU the host's memory does not count. A device that does not exist here is another machine's GPU.
     let on_cpu = device(&training.device).is_ok_and(|device| device == Device::Cpu);
     let resident = if on_cpu { resident_bytes() } else { 0 };
     let parameters = Transformer::new(&prepared.model, 0, Device::Cpu, Kind::Float)?.parameters.numel();
@@ -59,7 +59,7 @@ struct Trial<'a> {
 }
 
 impl Trial<'_> {
-    /// Returns the bytes that a pass over the largest batch needs.
+    /// Returns the bytes that a forward and backward pass over the largest batch needs.
     fn activations(&self, check_interrupt: Interrupt) -> Result<usize> {
         let (model, batch) = (&self.prepared.model, self.largest_batch());
         let encoders =
@@ -79,9 +79,10 @@ impl Trial<'_> {
         for &layers in &decoders[1..] {
             by_decoder.push(bytes_with(encoders[0], layers)?);
         }
-        let extrapolated = |layers: &[i64], bytes: &[f64], all: i64| {
+        // Estimates the bytes for `all_layers` layers from the `bytes` measured with each of the numbers in `layers`.
+        let extrapolated = |layers: &[i64], bytes: &[f64], all_layers: i64| {
             let points: Vec<_> = layers.iter().map(|&n| n as f64).zip(bytes.iter().copied()).collect();
-            through(&points, all as f64)
+            through(&points, all_layers as f64)
         };
         let by_encoder = extrapolated(&encoders, &by_encoder, model.encoder_layers);
         let by_decoder = extrapolated(&decoders, &by_decoder, model.decoder_layers);
@@ -100,8 +101,8 @@ impl Trial<'_> {
             Ok(peak_of_update(model, self.training, objective, &collate(&self.prepared.train, sentences))? as f64)
         };
         // For each number in `ROWS`, how many of the batch's first sentences have at least as many rows.
-        let lengths_of_parts = ROWS.map(|least| (1..batch.len()).find(|&n| rows(&batch[..n]) >= least));
-        match lengths_of_parts {
+        let sentences_of_parts = ROWS.map(|least| (1..batch.len()).find(|&n| rows(&batch[..n]) >= least));
+        match sentences_of_parts {
             [Some(small), Some(large)] if small < large => {
                 let points = [small, large].map(|n| (rows(&batch[..n]) as f64, &batch[..n]));
                 let points = points.into_iter().map(|(rows, sentences)| Ok((rows, peak(sentences)?)));
@@ -129,11 +130,12 @@ fn measured_layers(layers: i64) -> Vec<i64> {
     }
 }
 
-/// Evaluates at x the polynomial through the given points (x, y), by Lagrange's formula.
+/// Evaluates at x the polynomial through the points (xᵢ, yᵢ), by Lagrange's formula Σᵢ yᵢ Πⱼ (x − xⱼ)/(xᵢ − xⱼ), where
+/// j ≠ i.
 fn through(points: &[(f64, f64)], x: f64) -> f64 {
-    let term = |&(at, y): &(f64, f64)| {
-        let others = points.iter().map(|(other_at, _)| other_at).filter(|other_at| **other_at != at);
-        y * others.map(|other_at| (x - other_at) / (at - other_at)).product::<f64>()
+    let term = |&(x_i, y_i): &(f64, f64)| {
+        let others = points.iter().map(|(x_j, _)| x_j).filter(|x_j| **x_j != x_i);
+        y_i * others.map(|x_j| (x - x_j) / (x_i - x_j)).product::<f64>()
     };
     points.iter().map(term).sum()
 }

@@ -82,13 +82,14 @@ impl Translator {
         }
         let ids = within(self.encode(&lines, check_interrupt)?, self.seen.as_deref());
         let tokens: Vec<u32> = ids.iter().flat_map(|line| line.iter().copied().chain([EOS])).collect();
+        // The whole text is one stream of tokens, in which EOS ends each line.
         let text_windows = windows(&tokens, window as usize, stride as usize);
         let batches = batches(text_windows, |corpus| valid_batches(corpus, &self.training));
         let score = train::evaluate_loss(&self.model, &batches, &self.objective()?, kind, check_interrupt)?;
         Ok(WindowScore { score, words: word_count, characters, lines: lines.len() })
     }
 
-    /// Returns a line as text. If the run's text is already split into pieces, joins these to words.
+    /// Returns a line of the run's text as words. If that text is already split into pieces, joins these.
     fn joined<'a>(&self, line: &'a str) -> Cow<'a, str> {
         match self.segmenter {
             Segmenter::Split => data::join_line(line).into(),
@@ -97,15 +98,16 @@ impl Translator {
     }
 }
 
-/// Returns the windows in batches; `plan` splits the corpus of their rows into batches. Targets that are not scored,
-/// because an earlier window scores them, become PAD.
+/// Returns the windows in batches. `plan` returns the batches of a corpus, here that of the windows' rows. Targets that
+/// are not scored, because an earlier window scores them, become PAD.
 fn batches(windows: Vec<Window>, plan: impl Fn(&Corpus) -> Vec<data::Batch>) -> Vec<data::Batch> {
     let (rows, scored): (Vec<Vec<u32>>, Vec<usize>) =
         windows.into_iter().map(|window| (window.row, window.scored)).unzip();
+    // A language model's corpus does not use `start`.
     let mut batches = plan(&Corpus { source: None, target: rows, start: BOS });
     for batch in &mut batches {
         for (window, bounds) in batch.sentences.iter().zip(batch.target_input.offsets.windows(2)) {
-            // Only the last `scored[*window]` targets of a window count.
+            // The window's rows are begin..end; only its last `scored[*window]` targets count.
             let (begin, end) = (bounds[0] as usize, bounds[1] as usize);
             batch.target_output[begin..end - scored[*window]].fill(PAD);
         }
@@ -140,15 +142,16 @@ mod tests {
         let model = Transformer::new(&config, 4, Device::Cpu, Kind::Double).unwrap();
         let objective = Objective::new(None, Smoothing::fairseq(0.0, 23)).unwrap();
         let tokens: Vec<u32> = (0..61u32).map(|i| if i % 9 == 8 { EOS } else { 4 + i * 7919 % 19 }).collect();
-        // The NLL of token `at`, from the row of the window that scores it, cut off before that token.
-        let nll = |at: usize, length: usize, stride: usize| {
-            let begin = (at + 1).saturating_sub(length).div_ceil(stride) * stride;
+        // The NLL of one token, from the row of the window that scores it, cut off before that token.
+        let nll = |token: usize, length: usize, stride: usize| {
+            // Windows begin at multiples of `stride`. The first one that reaches the token scores it.
+            let begin = (token + 1).saturating_sub(length).div_ceil(stride) * stride;
             let before = if begin == 0 { EOS } else { tokens[begin - 1] };
-            let row: Vec<i64> = [&[before], &tokens[begin..at]].concat().into_iter().map(i64::from).collect();
+            let row: Vec<i64> = [&[before], &tokens[begin..token]].concat().into_iter().map(i64::from).collect();
             let read = Sentences::new(None, Packed::of(&[&row]).unwrap(), Device::Cpu).unwrap();
             let features = model.features(&read, &Context::evaluation(Kind::Double)).unwrap();
             let logits = model.logits(&features, Kind::Double).unwrap().select(0, -1);
-            -logits.log_softmax(-1, Kind::Double).double_value(&[i64::from(tokens[at])])
+            -logits.log_softmax(-1, Kind::Double).double_value(&[i64::from(tokens[token])])
         };
         for (length, stride, most) in [(8, 3, 50), (8, 8, 50), (10, 1, 9), (100, 50, 50), (1, 1, 7)] {
             let plan = |corpus: &Corpus| {
@@ -158,7 +161,8 @@ mod tests {
             let batches = batches(windows(&tokens, length, stride), plan);
             let found = tch::no_grad(|| train::evaluate_loss(&model, &batches, &objective, Kind::Double, || Ok(())));
             let found = found.unwrap();
-            let wanted: f64 = (0..tokens.len()).map(|at| nll(at, length, stride)).sum::<f64>() / tokens.len() as f64;
+            let total: f64 = (0..tokens.len()).map(|token| nll(token, length, stride)).sum();
+            let wanted = total / tokens.len() as f64;
             assert_eq!(found.tokens, tokens.len());
             assert!((found.nll - wanted).abs() < 1e-9, "{length} {stride}: {} {wanted}", found.nll);
         }

@@ -22,7 +22,7 @@ pub struct PreparedData {
     pub(super) references: Vec<String>,
     /// The target vocabulary, as a flag for each vocabulary entry; `None` if every entry is in it.
     pub(super) mask: Option<Vec<bool>>,
-    /// The maximum number of tokens in a sentence; it is checked for translation models.
+    /// The maximum number of tokens in a sentence; only translation models check it.
     pub(super) limit: Limit,
     /// The number of sentence pairs that were left out because they are too long.
     pub skipped: usize,
@@ -55,6 +55,7 @@ pub(super) fn prepare_with(
     if !has_source {
         model.check_lengths(&[config.segment_length])?;
     }
+    // A resumed run has its segmentation and vocabulary.
     let is_new = known.is_none();
     // Field 0 of `train` and `valid` has the source sentences, field 1 the target sentences.
     let TextAsIds { segmenter, vocabulary, train, valid, mut references } = match &config.data_bin {
@@ -140,8 +141,9 @@ fn check_bleu(references: &[String], training: &TrainingConfig) -> Result<Option
     } else {
         return Ok(None);
     };
-    let by_word = matches!(tokenize, Tokenize::None | Tokenize::Mteval13a);
-    let advice = if by_word { ": count characters, evaluation_tokenize = \"char\" (Chinese: \"zh\")" } else { "" };
+    let splits_at_spaces = matches!(tokenize, Tokenize::None | Tokenize::Mteval13a);
+    let advice =
+        if splits_at_spaces { ": count characters, evaluation_tokenize = \"char\" (Chinese: \"zh\")" } else { "" };
     let warning = format!("BLEU measures nothing here, since {why}{advice}");
     let consequence = if training.criterion == Criterion::Bleu {
         "criterion = \"bleu\" chooses the best checkpoint"
@@ -153,8 +155,9 @@ fn check_bleu(references: &[String], training: &TrainingConfig) -> Result<Option
     Err(Error::invalid(format!("{warning}; {consequence} by it")))
 }
 
-/// Returns the maximum length of a sentence, which must fit into a batch and into the model.
+/// Returns the maximum length of a sentence, which must fit into a batch of `max_tokens` tokens and into the model.
 pub(super) fn limit(max_tokens: usize, model: &TransformerConfig) -> Limit {
+    // The option that error messages advise to raise: it sets the model's longest sentence.
     let flag = if model.positions == Positions::Learned { "--max-positions" } else { "--tensorized-segment" };
     let of_model =
         |longest: Longest| Limit { tokens: longest.tokens as usize, what: "the model's table of positions", flag };
@@ -232,9 +235,10 @@ fn binarised(
             "{folder} has another dictionary than when the run began: resume with the folder it began with"
         )));
     }
-    let mut side = |split, side| data_bin.sentences(split, side, vocabulary.len(), check_interrupt);
+    let mut sentences = |split, side| data_bin.sentences(split, side, vocabulary.len(), check_interrupt);
     let mut read = |split| -> Result<Sides<Vec<u32>>> {
-        Ok((if has_source { side(split, Side::Source)? } else { Vec::new() }, side(split, Side::Target)?))
+        let source = if has_source { sentences(split, Side::Source)? } else { Vec::new() };
+        Ok((source, sentences(split, Side::Target)?))
     };
     let (train, valid) = (read("train")?, read("valid")?);
     let references = match has_source {
@@ -244,7 +248,8 @@ fn binarised(
     Ok(TextAsIds { segmenter: Segmenter::Split, vocabulary, train, valid, references })
 }
 
-/// Returns the targets with UNK in place of entries outside `mask`, which the model never predicts.
+/// Returns the targets with UNK in place of vocabulary entries for which `mask` is false: the model never predicts
+/// these. Without a mask, returns the targets as they are.
 pub(super) fn within(mut targets: Vec<Vec<u32>>, mask: Option<&[bool]>) -> Vec<Vec<u32>> {
     if let Some(mask) = mask {
         for id in targets.iter_mut().flatten().filter(|id| !mask[**id as usize]) {
@@ -300,6 +305,7 @@ fn segmenter(config: &DataConfig, train: &Sides<String>, check_interrupt: Interr
 /// Returns the batches of the validation set, which are the same in every evaluation.
 pub(super) fn valid_batches(valid: &Corpus, training: &TrainingConfig) -> Vec<Batch> {
     // Seed and epoch are constants, so the plan never changes.
-    let plan = data::plan(&valid.lengths(), training.max_tokens as usize, 0, 0);
+    let (seed, epoch) = (0, 0);
+    let plan = data::plan(&valid.lengths(), training.max_tokens as usize, seed, epoch);
     plan.iter().map(|sentences| data::collate(valid, sentences)).collect()
 }

@@ -48,6 +48,7 @@ pub fn train(
 ) -> Result<()> {
     let Surroundings { group, recorder, init_from, observer } = surroundings;
     pages::keep_memory();
+    // Measures until the end of the run how long threads wait for each other.
     let _watch = contention::watch();
     let device = device(&training.device)?;
     // The folder is locked before any data are read, so that a second run in it is refused at once.
@@ -55,6 +56,7 @@ pub fn train(
         true => Lock::take(output).map(Some),
         false => Ok(None),
     };
+    // If one rank has an error, `agree` returns an error on every rank, so that no rank waits for it in vain.
     let lock = group.agree(lock, device)?;
     if init_from.is_some() && matches!(mode, Mode::Resume { .. }) {
         return Err(Error::invalid(
@@ -67,10 +69,10 @@ pub fn train(
     let (skipped, all) = (prepared.skipped, prepared.skipped + prepared.train.len());
     let is_new = !matches!(mode, Mode::Resume { .. });
     let beginning = (is_new && group.is_first()).then(|| Beginning::of(&mut prepared, training, config));
-    let mut warnings = from.as_ref().map_or(Vec::new(), |found| found.passed.clone());
+    let mut warnings = from.as_ref().map_or(Vec::new(), |resume_point| resume_point.passed.clone());
     warnings.append(&mut prepared.warnings);
-    if let Some(found) = from.as_ref().filter(|found| !found.passed.is_empty()) {
-        warnings.push(format!("the run goes on from the checkpoint before: {}", found.path.display()));
+    if let Some(resume_point) = from.as_ref().filter(|resume_point| !resume_point.passed.is_empty()) {
+        warnings.push(format!("the run goes on from the checkpoint before: {}", resume_point.path.display()));
     }
     if !is_new && from.is_none() {
         warnings.push("the run had saved no checkpoint: it begins at its first update".into());
@@ -115,8 +117,8 @@ fn has_kernels(device: Device) -> bool {
     }
 }
 
-/// Returns the data, the checkpoint from which to continue, and the options that differ from that checkpoint's. Writes
-/// nothing.
+/// Prepares the data of a run that starts or is resumed. Returns the data, the checkpoint from which to continue, and
+/// the options that differ from that checkpoint's. Writes nothing.
 fn open(
     model: &TransformerConfig,
     training: &TrainingConfig,
@@ -140,11 +142,11 @@ fn open(
         _ => {}
     }
     check_checkpoints(output)?;
-    let (known, found, mut changes) = match mode {
+    let (known, resume_point, mut changes) = match mode {
         Mode::Resume { from } => {
-            let ResumeState { segmenter, vocabulary, found, changes } =
+            let ResumeState { segmenter, vocabulary, resume_point, changes } =
                 resume(model, training, config, output, from.as_deref())?;
-            (Some((segmenter, vocabulary)), found, changes)
+            (Some((segmenter, vocabulary)), resume_point, changes)
         }
         _ => (None, None, Vec::new()),
     };
@@ -161,20 +163,22 @@ fn open(
             )));
         }
     }
-    if let Some(found) = &found {
-        let valid = read_progress(found)?.text.map(|text| text.valid);
+    if let Some(resume_point) = &resume_point {
+        let valid = read_progress(resume_point)?.text.map(|text| text.valid);
         if valid.is_some_and(|valid| valid != prepared.digests.valid) {
             changes.push(other_validation());
         }
     }
-    Ok((prepared, found, changes))
+    Ok((prepared, resume_point, changes))
 }
 
 /// The origin of a run's initial state: a checkpoint of its own, another run's weights, or nothing.
 struct InitialState<'a> {
+    /// The checkpoint of the run itself from which it continues.
     from: Option<ResumePoint>,
     /// The options that differ from the checkpoint's.
     changes: Vec<OptionChange>,
+    /// The other run, as RUN or RUN:CHECKPOINT.
     init_from: Option<&'a str>,
 }
 
@@ -192,12 +196,15 @@ fn trainer(
     let objective = objective(&prepared, training, device)?;
     let PreparedData { model, vocabulary, train, valid, references, digests, .. } = prepared;
     let tokenize = training.evaluation_tokenize;
+    // The state of the run at the checkpoint, and the checkpoint.
     let mut from = match from {
-        Some(found) => Some((read_progress(&found)?, found)),
+        Some(resume_point) => Some((read_progress(&resume_point)?, resume_point)),
         None => None,
     };
     let model = match &from {
-        Some((_, found)) => Transformer::to_train(&model, &load_parameters(&found.checkpoint.model, device)?)?,
+        Some((_, resume_point)) => {
+            Transformer::to_train(&model, &load_parameters(&resume_point.checkpoint.model, device)?)?
+        }
         None => Transformer::new(&model, training.seed, device, Kind::Float)?,
     };
     let model = match init_from.map(init_from::parse) {
@@ -218,9 +225,9 @@ fn trainer(
     let train = Arc::new(train);
     let stream = match &mut from {
         None => BatchStream::new(train.clone(), stream_config, Cursor::default())?,
-        Some((progress, found)) => {
+        Some((progress, resume_point)) => {
             warnings.extend(progress.forget(&changes, training.criterion, !references.is_empty()));
-            resumed_stream(&train, stream_config, digests, progress, found, &changes, warnings)?
+            resumed_stream(&train, stream_config, digests, progress, resume_point, &changes, warnings)?
         }
     };
     let parts = Parts {
@@ -240,36 +247,36 @@ fn trainer(
         group,
         recorder,
     };
-    Trainer::new(parts, Prefetch::new(stream)?, from.as_ref().map(|(p, found)| (p.clone(), found)))
+    Trainer::new(parts, Prefetch::new(stream)?, from.as_ref().map(|(p, resume_point)| (p.clone(), resume_point)))
 }
 
 /// Returns the loss function, over the target vocabulary of the data.
 pub(super) fn objective(prepared: &PreparedData, training: &TrainingConfig, device: Device) -> Result<Objective> {
     let mask = prepared.mask.as_ref();
-    let types = mask.map_or(prepared.vocabulary.len(), |mask| mask.iter().filter(|seen| **seen).count());
+    let entries = mask.map_or(prepared.vocabulary.len(), |mask| mask.iter().filter(|allowed| **allowed).count());
     let mask = mask.map(|mask| Tensor::f_from_slice(mask)?.f_to_device(device)).transpose()?;
-    let mut objective = Objective::new(mask, smoothing(training, types))?;
+    let mut objective = Objective::new(mask, smoothing(training, entries))?;
     objective.z_loss = training.z_loss;
     Ok(objective)
 }
 
 /// Returns the state of the run that a checkpoint stores. Errors if the checkpoint is only a model, or if its state
 /// cannot be a run's.
-fn read_progress(found: &ResumePoint) -> Result<Progress> {
-    if found.checkpoint.optimizer.is_empty() {
+fn read_progress(resume_point: &ResumePoint) -> Result<Progress> {
+    if resume_point.checkpoint.optimizer.is_empty() {
         return Err(Error::invalid(format!(
             "{} is a model without a training's state (averaged or converted): translate or generate with it, or begin a \
              new run with its weights (--init-from {})",
-            found.path.display(),
-            quoted(&found.path.display().to_string())
+            resume_point.path.display(),
+            quoted(&resume_point.path.display().to_string())
         )));
     }
     let wrong = |why: String| {
-        let path = found.path.display();
+        let path = resume_point.path.display();
         Error::invalid(format!("{path}: the state of the run cannot be read: {why}; use another checkpoint"))
     };
     let progress: Progress =
-        serde_json::from_value(found.checkpoint.state.clone()).map_err(|e| wrong(e.to_string()))?;
+        serde_json::from_value(resume_point.checkpoint.state.clone()).map_err(|e| wrong(e.to_string()))?;
     match [progress.update, progress.cursor.epoch].into_iter().find(|n| *n > MOST) {
         Some(n) => Err(wrong(format!("expected an update and an epoch of at most {MOST}, found {n}"))),
         None => Ok(progress),
@@ -286,11 +293,13 @@ fn resumed_stream(
     config: StreamConfig,
     digests: Digests,
     progress: &mut Progress,
-    found: &ResumePoint,
+    resume_point: &ResumePoint,
     changes: &[OptionChange],
     warnings: &mut Vec<String>,
 ) -> Result<BatchStream> {
+    // Checkpoints of earlier versions have no digests of their text.
     let is_same_text = progress.text.is_none_or(|text| text.train == digests.train);
+    // The reasons why the batches of the epoch have changed. `Effect::Place` marks options that change them.
     let mut reasons: Vec<&str> =
         changes.iter().filter(|c| c.effects.contains(&Effect::Place)).map(|c| &*c.said).collect();
     if !is_same_text {
@@ -302,9 +311,10 @@ fn resumed_stream(
         progress.seen.0 = stream.seen() as u64;
         return Ok(stream);
     }
+    // The number of the epoch's sentences that the run has seen, and of all, both before the change.
     let (seen, all) = progress.seen;
     if all == 0 {
-        let path = found.path.display();
+        let path = resume_point.path.display();
         return Err(Error::invalid(format!(
             "{path}: the state of the run does not count sentences; use another checkpoint"
         )));

@@ -24,7 +24,7 @@ pub struct Translator {
     pub model: Transformer,
     pub(super) segmenter: Segmenter,
     pub(super) vocabulary: Vocabulary,
-    /// The target vocabulary, as a flag for each entry.
+    /// The target vocabulary, as a flag for each vocabulary entry; `None` if every entry is in it.
     pub(super) seen: Option<Vec<bool>>,
     /// The flags of `seen` on the device.
     mask: Option<Tensor>,
@@ -74,6 +74,7 @@ impl Translator {
             )));
         }
         let (path, (arrays, config)) = store.read(checkpoint, |path| train::checkpoint::load_model(path))?;
+        // Options of the training may differ between the checkpoint and the run, but not those of the model.
         let of_checkpoint = configs.of_checkpoint(&path, &config)?;
         if of_checkpoint.model != configs.model {
             return Err(Error::invalid(format!(
@@ -151,6 +152,7 @@ impl Translator {
         let threads = if self.device == Device::Cpu { parallel::threads() } else { 1 };
         let batches = source_batches(&source, batch_tokens, threads);
         let mut translations = vec![Vec::new(); source.len()];
+        // Stores the translations of the batch with the number `batch`.
         let mut take = |batch: usize, batch_hypotheses: Vec<Vec<Hypothesis>>| {
             for (&sentence, hypotheses) in batches[batch].iter().zip(batch_hypotheses) {
                 let translation = |h: &Hypothesis| Translation {
@@ -161,6 +163,7 @@ impl Translator {
                 translations[sentence] = hypotheses.iter().map(translation).collect();
             }
         };
+        // Packs the source sentences of the batch with this number.
         let packed = |batch: usize| {
             let rows = batches[batch].iter().map(|&sentence| source[sentence].iter().copied().chain([EOS]));
             let PackedIds { tokens, positions, offsets, .. } = PackedIds::from_rows(rows);
@@ -182,7 +185,8 @@ impl Translator {
         Ok(translations)
     }
 
-    /// Returns the loss per token on a text that is given as files.
+    /// Returns the loss per token on the text in the files `source` and `target`. A language model has no source.
+    /// `kind` is the type of matrix products.
     pub fn evaluate(
         &self,
         source: Option<&str>,
@@ -218,6 +222,7 @@ impl Translator {
     /// Errors if a source line is longer than the model reads; the message names the first such line.
     fn check_lines(&self, source: &[Vec<u32>]) -> Result<()> {
         let Some(Longest { tokens: most, why }) = self.model.config.longest() else { return Ok(()) };
+        // The model also reads the EOS at the end of each line.
         let is_long = |ids: &&Vec<u32>| ids.len() as i64 + 1 > most;
         let Some(first) = source.iter().position(|ids| is_long(&ids)) else { return Ok(()) };
         Err(Error::invalid(format!(

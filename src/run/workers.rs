@@ -18,10 +18,10 @@ use tch::Tensor;
 /// The maximum time between two calls of `check_interrupt`.
 const PATIENCE: Duration = Duration::from_millis(50);
 
-/// Returns batches of at most `batch_tokens` padded tokens, EOS included, or of one longer sentence. The sentences of
-/// a batch have similar lengths, and the longest come first. For several threads, batches become smaller towards the
-/// end, so that the thread that finishes first does not wait long for the others: each batch has at most two thirds
-/// of a thread's share of the remaining tokens, or [`LEAST`] tokens.
+/// Returns batches, as lists of sentence indices, of at most `batch_tokens` padded tokens, EOS included, or of one
+/// longer sentence. The sentences of a batch have similar lengths, and the longest come first. For several threads,
+/// batches become smaller towards the end, so that the thread that finishes first does not wait long for the others:
+/// each batch has at most two thirds of a thread's share of the remaining tokens, or [`LEAST`] tokens.
 pub fn source_batches(source: &[Vec<u32>], batch_tokens: usize, threads: usize) -> Vec<Vec<usize>> {
     let tokens = |&sentence: &usize| source[sentence].len() + 1;
     let mut sentences: Vec<usize> = (0..source.len()).collect();
@@ -32,7 +32,9 @@ pub fn source_batches(source: &[Vec<u32>], batch_tokens: usize, threads: usize) 
     let mut rest = &sentences[..];
     while let Some(longest) = rest.first().map(tokens) {
         let share = if threads <= 1 { left } else { (2 * left / (3 * threads)).max(LEAST) };
-        let (batch, others) = rest.split_at((batch_tokens.min(share) / longest).clamp(1, rest.len()));
+        // Every sentence of the batch is padded to the longest one.
+        let sentences_in_batch = (batch_tokens.min(share) / longest).clamp(1, rest.len());
+        let (batch, others) = rest.split_at(sentences_in_batch);
         left -= batch.iter().map(tokens).sum::<usize>();
         batches.push(batch.to_vec());
         rest = others;
@@ -61,7 +63,7 @@ pub fn in_parallel(
     take: &mut dyn FnMut(usize, Vec<Vec<Hypothesis>>),
     check_interrupt: &mut dyn FnMut() -> Result<()>,
 ) -> Result<()> {
-    // Each thread builds its own model over these tensors, which share the memory of the parameters.
+    // Each thread builds its own model over these tensors, which share the memory of the parameters and buffers.
     let tensors = || -> BTreeMap<String, Tensor> {
         let named = model.parameters.iter().chain(model.parameters.buffers());
         named.map(|(name, t)| (name.to_string(), t.shallow_clone())).collect()
@@ -100,12 +102,13 @@ pub fn in_parallel(
         // Now only threads hold senders, so the channel closes when the last thread ends.
         drop(results);
         let mut collect_results = || -> Result<()> {
+            // The number of batches that are translated.
             let mut done = 0;
             loop {
                 match received.recv_timeout(PATIENCE) {
                     Ok(result) => {
-                        let (batch, found) = result?;
-                        take(batch, found);
+                        let (batch, hypotheses) = result?;
+                        take(batch, hypotheses);
                         done += 1;
                     }
                     Err(RecvTimeoutError::Timeout) => {}
@@ -124,7 +127,8 @@ pub fn in_parallel(
     })
 }
 
-/// Restores libtorch's number of threads when dropped: new threads would inherit the number that was set last.
+/// Restores libtorch's number of threads, its field, when dropped: new threads would inherit the number that was set
+/// last.
 struct ThreadsAsBefore(usize);
 
 impl Drop for ThreadsAsBefore {

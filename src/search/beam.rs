@@ -49,8 +49,8 @@ impl Candidate {
 }
 
 impl<'a> Beam<'a> {
-    /// Begins with the empty hypothesis in cache slot `slot`. `source_length` counts EOS; if the source is only EOS,
-    /// the empty hypothesis is final.
+    /// Begins a search with the empty hypothesis in cache slot `slot`. `source_length` counts EOS; if the source is
+    /// only EOS, the empty hypothesis is final.
     pub fn new(config: &'a SearchConfig, source_length: usize, slot: usize) -> Self {
         let is_blank = source_length <= 1;
         let hypothesis = Hypothesis { finished: is_blank, ..Default::default() };
@@ -64,14 +64,16 @@ impl<'a> Beam<'a> {
         }
     }
 
-    /// Iterates over the hypotheses with these ranks that need a next token. Skips a hypothesis if its continuations
-    /// can no longer be chosen. `next` contains the continuations of better hypotheses.
+    /// Iterates over the hypotheses that need a next token and have these ranks among such hypotheses, from 0 for the
+    /// best. Skips a hypothesis if its continuations can no longer be chosen. `next` contains the continuations of
+    /// better hypotheses.
     pub fn growing(&mut self, ranks: Range<usize>, next: &[Vec<Continuation>]) -> impl Iterator<Item = &mut Partial> {
-        // Nothing is skipped at the first ranks, because no better hypothesis has continuations yet.
+        // The score that a continuation must reach to be chosen. At the first ranks nothing is skipped, because no
+        // better hypothesis has continuations yet.
         let least = if ranks.start == 0 || self.done { f64::NEG_INFINITY } else { self.least_score(next) };
         let (done, rule, penalty) = (self.done, self.config.rule, self.penalty());
         let growing = self.hypotheses.iter_mut().filter(move |partial| !done && !partial.hypothesis.finished);
-        // The log-probability of a token is at most 0, so no continuation exceeds the hypothesis.
+        // The log-probability of a token is at most 0, so no continuation is more probable than its hypothesis.
         growing.skip(ranks.start).take(ranks.len()).filter(move |Partial { hypothesis, .. }| match rule {
             SearchRule::Google => hypothesis.log_probability / penalty >= least,
             SearchRule::Fairseq => hypothesis.log_probability >= least,
@@ -91,10 +93,11 @@ impl<'a> Beam<'a> {
         if scores.len() < beam {
             return f64::NEG_INFINITY;
         }
-        *scores.select_nth_unstable_by(beam - 1, |a, b| b.total_cmp(a)).1
+        let (_, beam_th_best, _) = scores.select_nth_unstable_by(beam - 1, |a, b| b.total_cmp(a));
+        *beam_th_best
     }
 
-    /// Returns the length penalty of the next step.
+    /// Returns the length penalty of hypotheses that have one more token than the live ones.
     fn penalty(&self) -> f64 {
         self.config.rule.penalty(self.length + 1, self.config.alpha)
     }
@@ -116,7 +119,7 @@ impl<'a> Beam<'a> {
     /// Returns the `n_best` best hypotheses, best first.
     pub fn finish(mut self) -> Result<Vec<Hypothesis>> {
         let mut ranked: Vec<Hypothesis> = match self.config.rule {
-            // These are sorted already.
+            // `advance_google` has sorted the hypotheses already.
             SearchRule::Google => self.hypotheses.into_iter().map(|partial| partial.hypothesis).collect(),
             SearchRule::Fairseq => {
                 // The search ends with the `beam`-th final hypothesis; later ones of the same step do not count.
@@ -136,12 +139,14 @@ impl<'a> Beam<'a> {
         Ok(ranked)
     }
 
-    /// Returns the continuations of all hypotheses, those of better hypotheses first. The stable sorts in
-    /// `advance_google` and `advance_fairseq` keep this order on ties.
+    /// Returns the candidates for the next step: all continuations of the hypotheses, those of better hypotheses first,
+    /// and finished hypotheses as they are. The stable sorts in `advance_google` and `advance_fairseq` keep this order
+    /// on ties.
     fn candidates(&self, next: &[Vec<Continuation>]) -> Vec<Candidate> {
         let penalty = self.penalty();
-        let capacity_for = |partial: &Partial| partial.next.map_or(1, |row| next[row].len());
-        let mut candidates = Vec::with_capacity(self.hypotheses.iter().map(capacity_for).sum());
+        // A hypothesis without a row in `next` has at most one candidate, itself.
+        let count_of = |partial: &Partial| partial.next.map_or(1, |row| next[row].len());
+        let mut candidates = Vec::with_capacity(self.hypotheses.iter().map(count_of).sum());
         for (parent, Partial { hypothesis, next: row, .. }) in self.hypotheses.iter().enumerate() {
             if hypothesis.finished {
                 let Hypothesis { log_probability, score, .. } = *hypothesis;
@@ -192,8 +197,8 @@ impl<'a> Beam<'a> {
             log_probability: candidate.log_probability,
             finished: parent.finished || candidate.ends(),
         };
-        // The cache has a slot for each row of `advance`'s argument, in the same order. So the parent's row is its
-        // slot. A finished parent has no row, and its slot is not used again.
+        // When hypotheses grow, cache slot i holds row i of the continuations. So the parent's row is also its slot. A
+        // finished parent has no row, and its slot is not used again.
         Partial { hypothesis, slot: row.unwrap_or(*slot), next: None }
     }
 }

@@ -26,11 +26,12 @@ pub(super) enum Eos {
 }
 
 impl Eos {
-    /// Returns the constraint on EOS after `length` tokens. Only fairseq's rule forces EOS, at a limit common to all
-    /// sentences.
+    /// Returns the constraint on EOS as the next token, after `length` tokens. Only fairseq's rule forces EOS, when the
+    /// next token is the last one allowed.
     pub fn at(length: usize, config: &SearchConfig) -> Self {
         match config.rule {
             _ if length == 0 => Eos::Forbidden,
+            // This rule's limit does not depend on the source's length, so any length will do.
             SearchRule::Fairseq if length + 1 == config.limit(0) => Eos::Forced,
             _ => Eos::Allowed,
         }
@@ -47,7 +48,8 @@ pub(super) struct TargetVocabulary {
 }
 
 impl TargetVocabulary {
-    /// Builds the vocabulary from a mask. Errors if the mask has the wrong type or shape, or forbids EOS or all words.
+    /// Builds the vocabulary from a mask, bool (`size`), which is true at its tokens; `None` allows all. Errors if the
+    /// mask has the wrong type or shape, or forbids EOS or all words.
     pub fn new(mask: Option<&Tensor>, size: i64) -> Result<Self> {
         let Some(mask) = mask else { return Ok(TargetVocabulary { bias: None, ids: None }) };
         if mask.kind() != Kind::Bool || mask.size() != [size] {
@@ -64,10 +66,11 @@ impl TargetVocabulary {
                 "the target vocabulary's mask must allow EOS and at least one type besides EOS, PAD and BOS",
             ));
         }
-        let bias = Tensor::f_zeros([size].as_slice(), (Kind::Float, mask.device()))?;
+        // The bias, which is added to logits, is 0 for allowed tokens and −∞ for others.
+        let zeros = Tensor::f_zeros([size].as_slice(), (Kind::Float, mask.device()))?;
         let ids = (0..size).filter(|id| allowed[*id as usize]).collect();
         Ok(TargetVocabulary {
-            bias: Some(bias.f_masked_fill(&mask.f_logical_not()?, f64::NEG_INFINITY)?),
+            bias: Some(zeros.f_masked_fill(&mask.f_logical_not()?, f64::NEG_INFINITY)?),
             ids: Some(ids),
         })
     }
@@ -82,14 +85,15 @@ impl TargetVocabulary {
         TargetVocabulary { bias: self.bias.as_ref().map(Tensor::shallow_clone), ids: self.ids.clone() }
     }
 
-    /// Returns the log-softmax over V_t, (slots, V). Tokens that may not come next get −∞ afterwards, so the other ones
-    /// keep their probabilities.
+    /// Returns the log-softmax of logits (slots, V) over the target vocabulary. Tokens that may not come next get −∞
+    /// after the softmax, so the other ones keep their probabilities.
     pub fn log_probabilities(&self, mut logits: Tensor, eos: Eos) -> Result<Tensor> {
         if let Some(bias) = &self.bias {
             logits = logits.f_add_(&bias.f_to_device(logits.device())?)?;
         }
         let kind = accumulation(logits.kind());
         let log_p = logits.f_log_softmax(-1, kind)?;
+        // Sets `count` columns to −∞, from the token `first_id` on.
         let forbid = |first_id: i64, count: i64| -> Result<()> {
             let _ = log_p.f_narrow(1, first_id, count)?.f_fill_(f64::NEG_INFINITY)?;
             Ok(())
@@ -113,7 +117,8 @@ impl TargetVocabulary {
 pub(super) fn best(log_p: &Tensor, count: usize) -> Result<Vec<Vec<Continuation>>> {
     let vocab_size = log_p.size()[1];
     let count = count.min(vocab_size as usize);
-    // One more entry than requested is fetched. If it equals the last requested one, topk has chosen arbitrarily.
+    // One more entry than requested is fetched. If it equals the last requested one, topk has chosen arbitrarily among
+    // equal entries.
     let fetched = vocab_size.min(count as i64 + 1);
     let (is_largest, is_sorted) = (true, true);
     let (values, tokens) = log_p.f_topk(fetched, 1, is_largest, is_sorted)?;
@@ -129,12 +134,12 @@ pub(super) fn best(log_p: &Tensor, count: usize) -> Result<Vec<Vec<Continuation>
         row.get(count).is_some_and(|left_out| left_out.log_probability == last && last > f64::NEG_INFINITY)
     };
     let tied: Vec<usize> = (0..rows.len()).filter(|&slot| is_tied(&rows[slot])).collect();
-    // Fetch a tied row's equal entries completely, and choose among them below.
+    // Tied rows get all entries that equal their last one or are larger; the sort below chooses among them.
     if !tied.is_empty() {
-        let least = |slot: &usize| rows[*slot][count - 1].log_probability;
-        let complete = at_least(log_p, &tied, &tied.iter().map(least).collect::<Vec<f64>>())?;
+        let last = |slot: &usize| rows[*slot][count - 1].log_probability;
+        let entries = at_least(log_p, &tied, &tied.iter().map(last).collect::<Vec<f64>>())?;
         tied.iter().for_each(|&slot| rows[slot].clear());
-        complete.into_iter().for_each(|(slot, continuation)| rows[slot].push(continuation));
+        entries.into_iter().for_each(|(slot, continuation)| rows[slot].push(continuation));
     }
     for row in &mut rows {
         row.sort_by(|a, b| b.log_probability.total_cmp(&a.log_probability).then(a.token.cmp(&b.token)));
@@ -143,7 +148,8 @@ pub(super) fn best(log_p: &Tensor, count: usize) -> Result<Vec<Vec<Continuation>
     Ok(rows)
 }
 
-/// Returns the entries of `log_p` in each of `rows` that are at least the row's value in `least`, with their rows.
+/// Returns the entries of some `rows` of `log_p` (slots, V) that are large enough, each with its row. `least` holds the
+/// smallest value that is large enough, one for each of `rows`.
 fn at_least(log_p: &Tensor, rows: &[usize], least: &[f64]) -> Result<Vec<(usize, Continuation)>> {
     let device = log_p.device();
     let index: Vec<i64> = rows.iter().map(|&row| row as i64).collect();

@@ -43,8 +43,9 @@ impl GenerationConfig {
         (self.context / 2).max(1)
     }
 
-    /// Returns the start of the window for a text of `length` tokens, the EOS before the text included. It is
-    /// the first multiple of the stride after which at most `context` tokens remain.
+    /// Returns the start of the window for a text of `length` tokens, the EOS before the text included. It is the first
+    /// multiple of the stride after which at most `context` tokens remain. With context 4, the stride is 2, and texts
+    /// of 4, 5 and 7 tokens have windows from 0, 2 and 4 on.
     fn window(&self, length: usize) -> usize {
         length.saturating_sub(self.context).div_ceil(self.stride()) * self.stride()
     }
@@ -81,13 +82,13 @@ struct PartialText {
     /// The result so far.
     generation: Generation,
     /// The number of EOS tokens among the new tokens.
-    ends: usize,
+    eos_count: usize,
     /// True if the text has all its tokens.
     is_over: bool,
 }
 
 impl PartialText {
-    /// Begins a text with EOS and the prompt. None of its tokens is in the cache yet.
+    /// Begins a text with EOS and the prompt's tokens. None of its tokens is in the cache yet.
     fn new(prompt: &Prompt, config: &GenerationConfig) -> Self {
         let tokens = [&[EOS], prompt.tokens].concat();
         PartialText {
@@ -96,12 +97,12 @@ impl PartialText {
             random: Random::new(config.seed, digest(prompt.tokens), prompt.sample, Purpose::NextToken),
             tokens,
             generation: Generation::default(),
-            ends: 0,
+            eos_count: 0,
             is_over: false,
         }
     }
 
-    /// Draws the next token from its logits (V), adds it to the text and returns it.
+    /// Draws the next token from its logits, (V), adds it to the text and returns its id.
     fn advance(&mut self, logits: &[f64], config: &GenerationConfig) -> i64 {
         let token = config.sampling.choose(logits, self.random.uniform());
         let id = token as i64;
@@ -111,8 +112,8 @@ impl PartialText {
         self.generation.log_probability += logits[token] - largest - total.ln();
         self.generation.tokens.push(id);
         self.tokens.push(id);
-        self.ends += usize::from(id == EOS);
-        self.generation.finished = config.sentences > 0 && self.ends == config.sentences;
+        self.eos_count += usize::from(id == EOS);
+        self.generation.finished = config.sentences > 0 && self.eos_count == config.sentences;
         self.is_over = self.generation.finished || self.generation.tokens.len() == config.max_length;
         id
     }
@@ -228,7 +229,8 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Runs one step with a cache: reads the last token of each old window, and all tokens of each new one.
+    /// Runs one step with a cache: reads the last token of each old window, and all tokens of each new one. `live`
+    /// holds the indices of the unfinished texts.
     fn step(&mut self, live: &[usize], texts: &mut [PartialText], config: &GenerationConfig) -> Result<Next> {
         for &number in live {
             let text = &mut texts[number];
@@ -258,7 +260,7 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Reads the latest token of the text in every slot.
+    /// Reads the latest token of the text in every slot. Returns the logits of each text's next token.
     fn read_next_tokens(&mut self, texts: &mut [PartialText]) -> Result<Next> {
         if self.slots.is_empty() {
             return Ok(Vec::new());
@@ -266,17 +268,22 @@ impl<'a> Reader<'a> {
         let first_unread = |&number: &usize| texts[number].tokens[texts[number].window + texts[number].position];
         let tokens: Vec<i64> = self.slots.iter().map(first_unread).collect();
         let positions: Vec<i64> = self.slots.iter().map(|&number| texts[number].position as i64).collect();
-        let logits = self.model.step(&tokens, &positions, &[], None, &mut self.cache, &self.ctx)?;
+        // A model without an encoder reads no source sentences.
+        let (no_sentences, no_memory): (&[usize], _) = (&[], None);
+        let logits = self.model.step(&tokens, &positions, no_sentences, no_memory, &mut self.cache, &self.ctx)?;
         self.slots.iter().for_each(|&number| texts[number].position += 1);
-        rows(&logits, &(0..tokens.len() as i64).collect::<Vec<_>>(), &self.slots)
+        let all_rows: Vec<i64> = (0..tokens.len() as i64).collect();
+        rows(&logits, &all_rows, &self.slots)
     }
 
-    /// Reads the windows of the texts `unread` into new slots. Equal windows are read once.
+    /// Reads the windows of the texts with the indices `unread` into new slots. Equal windows are read once. Returns
+    /// the logits of each text's next token.
     fn read_new_windows(&mut self, unread: &[usize], texts: &mut [PartialText]) -> Result<Next> {
         if unread.is_empty() {
             return Ok(Vec::new());
         }
-        // The distinct windows, the index of each in this list, and the index of each text's window.
+        // `windows` holds the distinct windows, and `indices` the index of each in this list. `index_of_text` holds the
+        // index of each text's window.
         let (mut windows, mut indices): (Vec<&[i64]>, HashMap<&[i64], i64>) = (Vec::new(), HashMap::new());
         let mut index_of_text: Vec<i64> = Vec::with_capacity(unread.len());
         for &number in unread {
@@ -301,7 +308,8 @@ impl<'a> Reader<'a> {
         rows(&logits, &index_of_text, unread)
     }
 
-    /// Reads each window again from its start, without a cache.
+    /// Reads the window of each unfinished text again from its start, without a cache. `live` holds these texts'
+    /// indices.
     fn read_whole_windows(&self, live: &[usize], texts: &mut [PartialText], config: &GenerationConfig) -> Result<Next> {
         live.iter().for_each(|&number| texts[number].window = config.window(texts[number].tokens.len()));
         let windows: Vec<&[i64]> = live.iter().map(|&number| &texts[number].tokens[texts[number].window..]).collect();
@@ -313,11 +321,13 @@ impl<'a> Reader<'a> {
         let features = self.model.features(&read, &self.ctx)?;
         let features = features.f_index_select(0, &Tensor::f_from_slice(&last_rows)?.f_to_device(device)?)?;
         let logits = self.model.logits(&features, self.ctx.kind)?;
-        rows(&logits, &(0..live.len() as i64).collect::<Vec<_>>(), live)
+        let all_rows: Vec<i64> = (0..live.len() as i64).collect();
+        rows(&logits, &all_rows, live)
     }
 }
 
-/// Returns the rows `chosen` of logits (slots, V) on the host, each with the index of its text from `numbers`.
+/// Returns the rows `chosen` of logits (slots, V) on the host, each with the index of its text: `numbers[i]` for row
+/// `chosen[i]`.
 fn rows(logits: &Tensor, chosen: &[i64], numbers: &[usize]) -> Result<Next> {
     if chosen.is_empty() {
         return Ok(Vec::new());

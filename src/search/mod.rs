@@ -75,6 +75,7 @@ impl SearchConfig {
 
     /// Builds the settings from options.
     pub fn of(options: &SearchOptions) -> Result<Self> {
+        // Converts the option `name`, which must not be negative.
         let size = |name: &str, n: i64| {
             usize::try_from(n).map_err(|_| Error::invalid(format!("{name} must be at least 1, got {n}")))
         };
@@ -221,6 +222,7 @@ impl Search {
                 ));
             };
             let config = &self.config;
+            // Each sentence begins with one hypothesis, in the cache slot of the sentence's index.
             let source_lengths = source.offsets.windows(2).map(|ends| (ends[1] - ends[0]) as usize);
             let mut beams: Vec<Beam> = source_lengths.enumerate().map(|(i, len)| Beam::new(config, len, i)).collect();
             let mut cache = StackCache::default();
@@ -260,7 +262,7 @@ impl Search {
                 if next.is_empty() {
                     break;
                 }
-                // Now slot i belongs to row i of `next`, as `Beam::advance` expects.
+                // `advance` expects that slot i of the cache belongs to row i of `next`.
                 cache.set_reads(reads_after);
                 beams.iter_mut().for_each(|beam| beam.advance(&next));
                 cache.compact()?;
@@ -270,14 +272,16 @@ impl Search {
     }
 }
 
-/// Returns the ranks of the hypotheses that each pass through the model continues. With at least [`MANY`] slots, the
-/// better half of each beam comes first, because some hypotheses of the worse half then need no continuation.
+/// Returns the ranks of the hypotheses that each pass through the model continues, in beams of `beam` hypotheses. With
+/// at least [`MANY`] slots, the better half of each beam comes first, because some hypotheses of the worse half then
+/// need no continuation.
 fn passes(beam: usize, slots: usize) -> impl Iterator<Item = Range<usize>> {
     let first = if slots < MANY { beam } else { beam.div_ceil(2) };
     [0..first, first..beam].into_iter().filter(|ranks| !ranks.is_empty())
 }
 
-/// The smallest number of slots that is split into two passes. Each pass is then still efficient.
+/// The smallest number of slots that is split into two passes through the model. From this number on, half of the slots
+/// still make an efficient pass.
 const MANY: usize = 256;
 
 /// The live hypotheses of one pass, one per slot, ordered by sentence.
@@ -291,8 +295,9 @@ struct Live {
 }
 
 impl Live {
-    /// Assigns a slot to each hypothesis with one of these ranks. `next` contains the continuations of earlier passes;
-    /// the caller will append one row for each new slot. `start` is the token before the first one of a hypothesis.
+    /// Assigns a slot to each hypothesis with one of these ranks. `next` contains the continuations from earlier passes
+    /// of this step; the caller will append one row for each new slot. `start` is the token before the first one of a
+    /// hypothesis.
     fn take_slots(beams: &mut [Beam], ranks: Range<usize>, next: &[Vec<Continuation>], start: i64) -> Self {
         let mut live = Live { tokens: Vec::new(), sentences: Vec::new(), origins: Vec::new() };
         for (sentence, beam) in beams.iter_mut().enumerate() {

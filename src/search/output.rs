@@ -41,7 +41,7 @@ impl OutputLayer {
     }
 
     /// Returns the `count` most probable tokens for each row of features (slots, d), best first. On ties the lower id
-    /// comes first.
+    /// comes first. `kind` is the type of matrix products.
     pub fn best(&self, features: &Tensor, count: usize, eos: Eos, kind: Kind) -> Result<Vec<Vec<Continuation>>> {
         let ids = self.vocabulary.ids();
         // The packed product has one column for each token of V_t. A token outside V_t has none.
@@ -55,18 +55,19 @@ impl OutputLayer {
             (Eos::Forced, Some(column)) => Choice::Only(column),
             _ => Choice::AllBut(&banned),
         };
+        let cap = self.softcap.map(|softcap| softcap.0); // c in c·tanh(logit/c)
         let best_columns = match &self.projection {
-            PreparedWeight::F32(w) => best_of_product(features, w, self.softcap.map(|c| c.0), count, choice)?,
-            PreparedWeight::F64(w) => best_of_product(features, w, self.softcap.map(|c| c.0), count, choice)?,
+            PreparedWeight::F32(w) => best_of_product(features, w, cap, count, choice)?,
+            PreparedWeight::F64(w) => best_of_product(features, w, cap, count, choice)?,
             // On another device or for 16-bit products, `log_probabilities` forbids the tokens, and `choice` is unused.
             cast => {
                 let mut logits = cast.linear(features, kind)?;
-                self.softcap.map_or(Ok(()), |cap| cap.write(&mut logits))?;
+                self.softcap.map_or(Ok(()), |softcap| softcap.write(&mut logits))?;
                 return best(&self.vocabulary.log_probabilities(logits, eos)?, count);
             }
         };
         let token = |column: usize| ids.map_or(column as i64, |ids| ids[column]);
-        let continuation = |l: Likely| Continuation { token: token(l.column), log_probability: l.log_p };
+        let continuation = |likely: Likely| Continuation { token: token(likely.column), log_probability: likely.log_p };
         Ok(best_columns.into_iter().map(|row| row.into_iter().map(continuation).collect()).collect())
     }
 }

@@ -31,8 +31,8 @@ impl Sampling {
         Ok(Sampling { temperature, top_k: top_k.map(|k| k as usize), top_p })
     }
 
-    /// Returns the token that `uniform`, a random number in [0, 1), selects. Logits are −∞ for forbidden tokens; at
-    /// least one must be finite.
+    /// Returns the id of the token that `uniform`, a random number in [0, 1), selects. There is one logit for each
+    /// token, −∞ for forbidden ones; at least one must be finite.
     pub fn choose(&self, logits: &[f64], uniform: f64) -> usize {
         if self.temperature == 0.0 {
             return most_probable(logits);
@@ -55,6 +55,7 @@ impl Sampling {
     /// has been applied.
     fn chances(&self, logits: &[f64]) -> Vec<Chance> {
         let best = logits[most_probable(logits)];
+        // The largest logit is subtracted first, so that exp does not overflow.
         let chance =
             |(token, &logit): (usize, &f64)| Chance { token, logit, weight: ((logit - best) / self.temperature).exp() };
         let mut chances: Vec<Chance> = logits.iter().enumerate().map(chance).collect();
@@ -73,12 +74,12 @@ impl Sampling {
         let wanted = self.top_p * chances.iter().map(|chance| chance.weight).sum::<f64>();
         // Usually few tokens suffice, so tokens are sorted in blocks, and only as many blocks as are needed. The first
         // block has 64 tokens; each later one makes eight times as many sorted.
-        let (mut sum, mut kept, mut sorted) = (0.0, 0, 0);
+        let (mut sum, mut kept, mut sorted) = (0.0, 0, 0); // the weight of the first `kept` tokens; how many are sorted
         while kept < chances.len() && sum < wanted {
             if kept == sorted {
-                let more = chances.len().min(64.max(8 * sorted)) - sorted;
-                sort_first(&mut chances[sorted..], more);
-                sorted += more;
+                let sorted_next = chances.len().min(64.max(8 * sorted));
+                sort_first(&mut chances[sorted..], sorted_next - sorted);
+                sorted = sorted_next;
             }
             sum += chances[kept].weight;
             kept += 1;

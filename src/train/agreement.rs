@@ -6,7 +6,8 @@ use crate::operator::ProcessGroup;
 use tch::{Device, Tensor};
 
 impl ProcessGroup {
-    /// Returns the sum over ranks of numbers that lie on the host. `device` is the device of the group's backend.
+    /// Returns the sums over ranks of each of the `numbers`, which lie on the host. `device` is the device on which the
+    /// group's backend exchanges tensors.
     pub fn sum_of<const N: usize>(self, numbers: [f64; N], device: Device) -> Result<[f64; N]> {
         self.exchanged(numbers, device, ProcessGroup::sum)
     }
@@ -16,7 +17,8 @@ impl ProcessGroup {
         self.exchanged(numbers, device, ProcessGroup::first)
     }
 
-    /// Returns the result of a collective operation on numbers that lie on the host.
+    /// Returns the result of a collective operation on numbers that lie on the host. One process alone keeps its
+    /// numbers.
     fn exchanged<const N: usize>(
         self,
         numbers: [f64; N],
@@ -26,8 +28,9 @@ impl ProcessGroup {
         if self.is_alone() {
             return Ok(numbers);
         }
-        let all = host("what ranks share", &collective(self, &Tensor::f_from_slice(&numbers)?.f_to_device(device)?)?)?;
-        Ok(std::array::from_fn(|i| all[i]))
+        let results =
+            host("what ranks share", &collective(self, &Tensor::f_from_slice(&numbers)?.f_to_device(device)?)?)?;
+        Ok(std::array::from_fn(|i| results[i]))
     }
 
     /// Returns this rank's result, or an error if any rank has an error. Thus all ranks stop at the same place.

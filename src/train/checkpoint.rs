@@ -38,6 +38,7 @@ use crate::ownership::{KIND, NAMES, STATE, STATE_BYTES};
 /// The format that this version writes; a checkpoint of a later format is refused.
 pub const FORMAT_VERSION: u32 = 1;
 
+/// The program that wrote a checkpoint, as its `state.json` names it.
 const WRITER: &str = concat!("normformer_rs ", env!("CARGO_PKG_VERSION"));
 const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
@@ -192,7 +193,7 @@ fn directory(path: &Path) -> Result<PathBuf> {
         let run = path.parent()?.parent()?;
         NAMES.contains(&name).then(|| CheckpointStore::at(run).named(name)).flatten()
     });
-    // `NAMES` is best, then last.
+    // If `path` is a run's folder, its best checkpoint is meant, or else its last: the order of `NAMES`.
     let of_a_run = || NAMES.iter().find_map(|name| CheckpointStore::at(path).named(name));
     let real = real.or_else(of_a_run);
     let shown = path.display();
@@ -209,8 +210,9 @@ fn directory(path: &Path) -> Result<PathBuf> {
     })
 }
 
-/// Returns the real folder of the checkpoint at `place`, after following links. Resolving a link takes several system
-/// calls. If the link changes between two calls and its old target is pruned, the function tries again.
+/// Returns the real folder of the checkpoint at `place`, after following links; `None` if there is no checkpoint.
+/// Resolving a link takes several system calls. If the link changes between two calls and its old target is pruned, the
+/// function tries again.
 fn real_folder(place: &Path) -> Option<PathBuf> {
     loop {
         let link = fs::read_link(place).ok();
@@ -241,7 +243,7 @@ impl Manifest {
         let path = folder.join(STATE);
         let missing = || Error::io("read", &path, io::ErrorKind::NotFound.into());
         let text = match atomic::read(&path, STATE_BYTES) {
-            // The file is longer than any state, or no regular file.
+            // `Invalid` means that the file is longer than any state, or no regular file.
             Err(Error::Invalid(why)) => return Err(damaged(&path, why)),
             read => read?.ok_or_else(missing)?,
         };
@@ -260,13 +262,13 @@ impl Manifest {
                 folder.display()
             )));
         }
-        // The last line has the last mark, and begins behind the newline before that mark.
-        const MARK: &[u8] = b"\"crc32\": ";
+        // The last entry of the object is the CRC-32 of everything before its line, which begins behind a newline.
+        const CRC_KEY: &[u8] = b"\"crc32\": ";
         let newline = text
-            .windows(MARK.len())
-            .rposition(|window| window == MARK)
-            .and_then(|at| text[..at].iter().rposition(|&b| b == b'\n'));
-        let (body, last) = text.split_at(newline.map_or(0, |at| at + 1));
+            .windows(CRC_KEY.len())
+            .rposition(|window| window == CRC_KEY)
+            .and_then(|key| text[..key].iter().rposition(|&byte| byte == b'\n'));
+        let (body, last) = text.split_at(newline.map_or(0, |newline| newline + 1));
         if last != last_line(body).as_bytes() {
             return Err(damaged(&path, "its CRC-32 is not the one in its last line".into()));
         }
@@ -275,8 +277,8 @@ impl Manifest {
 
     /// True if the file of the weights has the length that the manifest lists; the file is not read.
     fn has_weights(&self, folder: &Path) -> bool {
-        let found = folder.join(MODEL).symlink_metadata().ok().map(|found| found.len());
-        found.is_some() && found == self.files.get(MODEL).map(|digest| digest.bytes)
+        let length = folder.join(MODEL).symlink_metadata().ok().map(|metadata| metadata.len());
+        length.is_some() && length == self.files.get(MODEL).map(|digest| digest.bytes)
     }
 
     /// Returns the length and the CRC-32 that the manifest lists for the file `name`.
@@ -320,7 +322,8 @@ impl<'a> CheckedFile<'a> {
         Ok(CheckedFile { path, file, expected, crc: Crc::new() })
     }
 
-    /// Reads the next `bytes` bytes. The caller must have checked that the file has as many left.
+    /// Reads the next `bytes` bytes, and adds them to the CRC-32. The caller must have checked that the file has as
+    /// many left.
     fn take(&mut self, bytes: u64) -> Result<Vec<u8>> {
         let mut data = vec![0; usize::try_from(bytes).map_err(|e| damaged(self.path, e.to_string()))?];
         self.file.read_exact(&mut data).map_err(|e| Error::io("read", self.path, e))?;
@@ -351,7 +354,7 @@ fn json(value: &impl Serialize) -> Result<String> {
     serde_json::to_string_pretty(value).map_err(|e| Error::invalid(format!("the state cannot be written as JSON: {e}")))
 }
 
-/// Returns the last line of `state.json`, which has the CRC-32 of everything before it.
+/// Returns the end of `state.json` after `body`: the line with the CRC-32 of `body`, and the closing brace.
 fn last_line(body: impl AsRef<[u8]>) -> String {
     let mut crc = Crc::new();
     crc.update(body.as_ref());

@@ -45,10 +45,11 @@ const LENGTHS_PER_DOUBLING: usize = 4;
 /// The graphs of a training run.
 pub struct Graphs {
     recorder: Box<dyn Recorder>,
+    /// The maximum number of padded tokens in a batch.
     max_tokens: usize,
     device: Device,
     /// The shapes seen so far. A shape is recorded with its second batch, because the first one loads kernels and
-    /// libraries, which then make one-time choices, such as of an algorithm. The flag is `is_partial`.
+    /// libraries, which then make one-time choices, such as of an algorithm. The flag is [`Turn`]'s `is_partial`.
     seen: HashSet<(Shape, bool)>,
     /// The recorded graphs, by shape and by `is_partial`.
     graphs: HashMap<(Shape, bool), Graph>,
@@ -77,6 +78,7 @@ impl Graphs {
     /// Runs [`TrainStep::run`] on a batch. Replays the graph of the batch's shape if there is one.
     pub fn run(&mut self, step: &Rc<TrainStep>, batch: &Batch, turn: Turn) -> Result<LossSums> {
         let shape = shape(batch, self.max_tokens);
+        // Returns the batch padded to a shape; with `None` it is not padded.
         let padded_to = |shape| MicroBatch::on_host(batch, shape, turn, self.device);
         let key = (shape, turn.is_partial);
         if let Some(graph) = self.graphs.get_mut(&key) {
@@ -86,7 +88,8 @@ impl Graphs {
         let is_new = self.seen.insert(key);
         if !is_new && !self.is_broken && self.graphs.len() < GRAPHS {
             match Graph::record(&mut *self.recorder, step, padded_to(Some(shape))?, self.device) {
-                // Recording runs nothing, so the new graph is replayed on the batch that it was recorded with.
+                // Recording does not execute the pass, so the new graph is replayed on the batch that it was recorded
+                // with.
                 Ok(graph) => return self.graphs.entry(key).or_insert(graph).replay(),
                 Err(error) => {
                     self.complaint = Some(format!("no CUDA graphs, and so a slower training: {error}"));
@@ -146,14 +149,14 @@ impl Graph {
 fn shape(batch: &Batch, max_tokens: usize) -> Shape {
     let (target, source) = (&batch.target_input, batch.source.as_ref());
     let longest = source.map_or(0, |source| source.longest).max(target.longest).max(1);
-    // The lengths between powers of two p/2 and p are (p/2)/LENGTHS_PER_DOUBLING apart.
+    // The lengths between powers of two p/2 and p are (p/2)/LENGTHS_PER_DOUBLING apart, but at least LENGTH_MULTIPLE.
     let spacing = (longest.next_power_of_two() / (2 * LENGTHS_PER_DOUBLING)).max(LENGTH_MULTIPLE);
     let longest = longest.next_multiple_of(spacing);
     // In a batch of this shape the longest sentence has at least `longest − spacing + 1` tokens. `max_tokens` counts
     // every sentence with that length, so this is the largest number of sentences.
     let sentences = max_tokens / (longest - spacing + 1);
-    let step = (max_tokens / ROW_STEPS).max(1).next_multiple_of(ROW_MULTIPLE);
-    let rows = |tokens: &[i64]| tokens.len().next_multiple_of(step) as i64;
+    let row_spacing = (max_tokens / ROW_STEPS).max(1).next_multiple_of(ROW_MULTIPLE);
+    let rows = |tokens: &[i64]| tokens.len().next_multiple_of(row_spacing) as i64;
     Shape {
         source_rows: source.map_or(0, |source| rows(&source.tokens)),
         target_rows: rows(&target.tokens),
@@ -222,6 +225,7 @@ mod tests {
 
     /// Returns batches of sentence pairs if `sides` is 2, otherwise of language modelling.
     fn batches(sides: usize) -> Vec<Batch> {
+        // Builds 60 sentences of 1 to 19 tokens; `step` varies the order of their lengths.
         let side =
             |step: usize| (0..60).map(|i| (0..1 + i * step % 19).map(|w| 4 + (i + w) as u32 % 16).collect()).collect();
         let corpus = match sides {
@@ -263,7 +267,8 @@ mod tests {
         passes
     }
 
-    /// Returns the losses, and all gradients and buffers at the end.
+    /// Runs a training step on each batch, with `run(step, batch, seed)`. Returns the losses of all batches, then the
+    /// gradients, the buffers and the largest logits at the end.
     fn results(
         step: &Rc<TrainStep>,
         batches: &[Batch],

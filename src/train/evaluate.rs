@@ -19,10 +19,10 @@ pub struct Validation {
     pub tokenize: Tokenize,
 }
 
-/// The spelling of UNK in a reference that was read as ids. As in fairseq, this UNK matches nothing: UNK in the model's
-/// output is spelt [`UNKNOWN_SAID`], and no text contains this character.
+/// The spelling of UNK in the text of a reference that was read as ids. As in fairseq, it matches no word of the
+/// model's output: UNK in that is spelt [`UNKNOWN_SAID`], and no text contains this character.
 pub const UNKNOWN_MEANT: &str = "\u{fffe}";
-/// The spelling of UNK in the model's output. No word of a reference matches it, not even a literal
+/// The spelling of UNK in the text of the model's output. No word of a reference matches it, not even a literal
 /// `<unk>`.
 const UNKNOWN_SAID: &str = "\u{ffff}";
 
@@ -43,7 +43,8 @@ impl Score {
     }
 }
 
-/// Returns the model's loss over batches, ignoring PAD targets; `check_interrupt` runs between two batches.
+/// Returns the model's loss per target token over the batches, ignoring PAD targets. `kind` is the type of matrix
+/// products; `check_interrupt` runs between two batches.
 pub fn evaluate_loss(
     model: &Transformer,
     batches: &[Batch],
@@ -81,6 +82,7 @@ pub fn evaluate_bleu(
 ) -> Result<f64> {
     let mut hypotheses = vec![String::new(); references.len()];
     for batch in batches {
+        // Only models with a source translate.
         let Some(source) = Input::new(batch, model.device())?.read.source else { continue };
         let translations = search(model, &source, mask, config, kind, &mut check_interrupt)?;
         for (sentence, ranked) in batch.sentences.iter().zip(translations) {

@@ -28,7 +28,8 @@ pub struct TrainStep {
 }
 
 impl TrainStep {
-    /// Returns the sums of the losses. Adds the gradients of `scale`·Σ loss to the gradients of the parameters.
+    /// Runs both passes and returns the sums of the losses. Adds the gradients of `scale`·Σ loss to those of the
+    /// parameters, where `scale` is the micro-batch's.
     pub fn run(&self, batch: &MicroBatch) -> Result<LossSums> {
         let ctx = self.context(&batch.seed).recomputing(self.recompute).across(self.group).adding_to(self.flat.clone());
         let ctx = ctx.partial(batch.is_partial).measuring_logits(self.measures_logits);

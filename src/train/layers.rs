@@ -11,8 +11,8 @@ use tch::{no_grad, Kind, Tensor};
 /// The numbers of one update for each layer and gain, which the option `log_layers` asks for.
 #[derive(Clone, Debug, Serialize)]
 pub struct Layers {
-    /// The Euclidean norm of each layer's gradient before clipping. The squares of these norms
-    /// add up to the square of the whole gradient's norm.
+    /// The Euclidean norm of each layer's gradient before clipping. The squares of these norms add up to the square of
+    /// the whole gradient's norm.
     pub gradients: BTreeMap<String, f64>,
     /// The value of each gain of a norm or scheme before the update; if the gain is a vector, its mean.
     pub gains: BTreeMap<String, f64>,
@@ -35,7 +35,8 @@ pub struct PendingLayers {
 
 impl PendingLayers {
     /// Queues the computation of the numbers on the device. This must happen after gradients are summed over ranks, and
-    /// before the optimizer's step, which clips gradients and resets the largest logits. `clip` has the largest logits.
+    /// before the optimizer's step, which clips gradients and resets the largest logits. `clip` has the largest logits;
+    /// `None` without `qk_clip`.
     pub fn of(parameters: &Parameters, clip: Option<&QkClip>) -> Result<Self> {
         no_grad(|| {
             let (mut norms_by_layer, mut gains) = (BTreeMap::<&str, Vec<Tensor>>::new(), Vec::new());
@@ -54,7 +55,7 @@ impl PendingLayers {
             }
             let layers = norms_by_layer.into_keys().map(str::to_string).collect();
             let mut parts = vec![Tensor::f_stack(&numbers, 0)?];
-            // The largest logits are the last part.
+            // The numbers are sent as one tensor, in which the largest logits come last.
             parts.extend(clip.map(QkClip::largest).transpose()?);
             let heads = clip.map_or_else(Vec::new, QkClip::heads);
             Ok(PendingLayers { layers, gains, heads, numbers: Pending::of(&Tensor::f_cat(&parts, 0)?)? })
@@ -75,6 +76,7 @@ impl PendingLayers {
 /// Returns the part of a parameter's name that names its layer: all up to the first number. For a parameter outside of
 /// layers, such as an embedding or a weight of dlcl's sums, returns the name's first part.
 fn layer_of(name: &str) -> &str {
+    // The length of the parts so far.
     let mut end = 0;
     // In names with the part `combine`, the number counts weighted sums of layers' outputs, not layers.
     let is_sum = name.split('.').any(|part| part == "combine");
@@ -88,8 +90,8 @@ fn layer_of(name: &str) -> &str {
     name.split('.').next().unwrap_or(name)
 }
 
-/// True if the parameter belongs to a norm or scheme and is not a bias, as in `nn.learned_gains`. `dimensions` is its
-/// number of dimensions.
+/// True if the parameter belongs to a norm or residual scheme and is not a bias, as in Python's `nn.learned_gains`.
+/// `dimensions` is its number of dimensions.
 fn is_gain(name: &str, dimensions: usize) -> bool {
     let mut parts = name.rsplit('.');
     let (leaf, module) = (parts.next().unwrap_or(name), parts.next());

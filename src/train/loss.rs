@@ -1,6 +1,6 @@
 //! The output projection and the loss, computed in blocks of rows. Only one block's logits exist at a time, and the
-//! cross-entropy overwrites them with their gradient. So the 10,000 logits of each token need not travel to memory
-//! and back.
+//! cross-entropy overwrites them with their gradient. So the logits, perhaps 10,000 for each token, need not travel to
+//! memory and back.
 //!
 //! A softmax over a target vocabulary V_t needs only the logits in V_t. So the rows of the output matrix that belong
 //! to V_t are gathered once per pass, and their gradients are added to the gradient of the matrix.
@@ -61,7 +61,8 @@ impl TargetEntries {
     /// Numbers the columns of logits from 0, one for each entry that the mask allows.
     fn of(mask: &Tensor) -> Result<Self> {
         let ids = mask.f_nonzero()?.f_view(-1i64)?;
-        // At an entry that the mask allows, the cumulative sum counts the allowed entries up to this one.
+        // At an entry that the mask allows, the cumulative sum counts the allowed entries up to this one, so its column
+        // is the sum minus 1.
         let columns = mask.f_cumsum(0, Kind::Int64)?.f_sub_scalar(1)?;
         let columns = columns.f_masked_fill(&mask.f_logical_not()?, ids.size()[0])?;
         let _ = columns.f_narrow(0, PAD, 1)?.f_fill_(TargetEntries::IGNORED)?;
@@ -76,8 +77,8 @@ pub struct Workspace {
 }
 
 impl Workspace {
-    /// Returns the first `rows` rows of the buffer. Replaces the buffer if its width is not `cols`, its type is not
-    /// `kind`, or its device is not that of `like`.
+    /// Returns the first `rows` rows of the buffer, which has [`BLOCK`] rows. Replaces the buffer if its width is not
+    /// `cols`, its type is not `kind`, or its device is not that of `like`.
     fn block(&mut self, rows: i64, cols: i64, kind: Kind, like: &Tensor) -> Result<Tensor> {
         let fits = |t: &Tensor| t.size()[1] == cols && t.kind() == kind && t.device() == like.device();
         if !self.logits.as_ref().is_some_and(fits) {
@@ -95,9 +96,10 @@ impl Objective {
         Ok(Objective { mask, smoothing, entries, z_loss: 0.0 })
     }
 
-    /// Returns the z-loss ζ·log²Z of each row, with Z = Σ exp(logits) and ζ the option `z_loss`; 0 for rows that do not
-    /// count. Returns also the gradient with respect to the logits of `scale` times this loss,
-    /// `scale`·2ζ·log Z·softmax(logits). Both are f32, or f64 if the logits are. Returns `None` without a z-loss.
+    /// Returns the z-loss ζ·log²Z of each row of `logits` (rows, columns), with Z = Σ exp(logits) and ζ the option
+    /// `z_loss`; 0 for rows for which `counts`, bool (rows), is false. Returns also the gradient with respect to the
+    /// logits of `scale` times this loss, `scale`·2ζ·log Z·softmax(logits). Both are f32, or f64 if the logits are.
+    /// Returns `None` without a z-loss.
     fn z_loss(&self, logits: &Tensor, counts: &Tensor, scale: &Tensor) -> Result<Option<(Tensor, Tensor)>> {
         if self.z_loss == 0.0 {
             return Ok(None);
@@ -133,7 +135,8 @@ impl Objective {
         flat: Option<&FlatBuffers>,
         workspace: &mut Workspace,
     ) -> Result<LossSums> {
-        let ((weight, bias), softcap) = (model.output()?, model.softcap()); // (V, d)
+        // The output projection's weight is (V, d), and its bias, if there is one, (V).
+        let ((weight, bias), softcap) = (model.output()?, model.softcap());
         let (sums, dh, weight, bias) = no_grad(|| {
             // `weight` and `bias` sum gradients over blocks, `w` and `b` are the values for the products. `h` are the
             // features, and `dh` is their gradient.
@@ -148,8 +151,8 @@ impl Objective {
                 let h = h.f_narrow(0, start, rows)?;
                 let mut logits = workspace.block(rows, w.size()[0], kind, &h)?;
                 product(&logits, &h, &w.f_transpose(0, 1)?, b)?;
-                // `slope` is the softcap's derivative. It is computed from the capped logits, which the cross-entropy
-                // overwrites below.
+                // `write` caps the logits, and `slope` is the softcap's derivative. It is computed from the capped
+                // logits now, because the cross-entropy overwrites them below.
                 let slope = softcap.map(|cap| cap.write(&mut logits).and_then(|()| cap.slope(&logits))).transpose()?;
                 let targets = targets.f_narrow(0, start, rows)?;
                 let z_loss = self.z_loss(&logits, &targets.f_ne(ignored)?, scale)?;
@@ -177,6 +180,7 @@ impl Objective {
         for gradient in [Some(weight), bias].into_iter().flatten() {
             gradient.propagate(self.entries.as_ref())?;
         }
+        // Autograd propagates the gradient of the features through the rest of the model.
         operator::backward_from(features, &dh.f_to_kind(features.kind())?)?;
         Ok(sums)
     }
@@ -192,6 +196,7 @@ impl Objective {
         workspace: &mut Workspace,
     ) -> Result<LossSums> {
         let ((weight, bias), softcap) = (model.output()?, model.softcap());
+        // Only the rows of V_t are needed, in the type of products.
         let cast = |t: &Tensor| rows_of(&t.f_to_kind(kind)?, self.entries.as_ref());
         let (w, b) = (cast(&weight)?, bias.map(cast).transpose()?);
         let h = features.f_to_kind(kind)?;
@@ -222,7 +227,8 @@ struct OutputGradient {
 
 impl OutputGradient {
     /// Makes the gradient, initially 0, of the parameter `t` or of a tensor computed from one. Products compute in
-    /// `kind`; `entries` is V_t, the part of the vocabulary that targets may have.
+    /// `kind`. `flat` is the flat buffers, `None` on a GPU; `entries` is V_t, the part of the vocabulary that targets
+    /// may have.
     fn new(t: &Tensor, kind: Kind, flat: Option<&FlatBuffers>, entries: Option<&TargetEntries>) -> Result<Self> {
         // In the flat buffers the gradient is complete where it lies. Otherwise autograd must propagate it.
         let (place, source) = match flat.map(|flat| flat.place(t)).transpose()?.flatten() {
@@ -252,7 +258,7 @@ impl OutputGradient {
     }
 }
 
-/// Returns the rows in V_t, or all rows without a target vocabulary.
+/// Returns the rows of `t` that belong to V_t, or all rows without a target vocabulary.
 fn rows_of(t: &Tensor, entries: Option<&TargetEntries>) -> Result<Tensor> {
     Ok(match entries {
         Some(entries) => t.f_index_select(0, &entries.ids)?,
@@ -263,14 +269,15 @@ fn rows_of(t: &Tensor, entries: Option<&TargetEntries>) -> Result<Tensor> {
 impl LossSums {
     /// Returns sums of 0 on the device of `like`.
     fn zero(like: &Tensor) -> Result<Self> {
+        // An empty list of sizes makes a 0-dim tensor.
         let zero = || Tensor::f_zeros([0i64; 0].as_slice(), (Kind::Double, like.device()));
         Ok(LossSums { loss: zero()?, nll: zero()? })
     }
 
-    /// Adds the losses of the rows of a block.
+    /// Adds the losses of a block, which have one number for each row.
     fn add(&mut self, loss: &Tensor, nll: &Tensor) -> Result<()> {
-        for (sum, rows) in [(&mut self.loss, loss), (&mut self.nll, nll)] {
-            let _ = sum.f_add_(&rows.f_sum(Kind::Double)?)?;
+        for (sum, of_rows) in [(&mut self.loss, loss), (&mut self.nll, nll)] {
+            let _ = sum.f_add_(&of_rows.f_sum(Kind::Double)?)?;
         }
         Ok(())
     }
@@ -288,7 +295,7 @@ impl LossSums {
     }
 }
 
-/// Returns the first row and the number of rows of each block.
+/// Splits `rows` rows into blocks. Returns the first row and the number of rows of each block.
 fn blocks(rows: i64) -> impl Iterator<Item = (i64, i64)> {
     (0..rows).step_by(BLOCK as usize).map(move |start| (start, BLOCK.min(rows - start)))
 }

@@ -39,6 +39,7 @@ impl Input {
     /// Builds the input on the host, padded to `shape` if that is given; `device` is the device to which the input will
     /// be moved.
     fn on_host(batch: &Batch, shape: Option<Shape>, device: Device) -> Result<Self> {
+        // Packs the sentences of one side, and pads them if there is a shape.
         let packed = |ids: &data::PackedIds, padded_shape: Option<PaddedShape>| {
             let packed = Packed::new(&ids.tokens, &ids.positions, ids.offsets.clone())?;
             match padded_shape {
@@ -87,7 +88,8 @@ pub struct Turn {
 }
 
 impl MicroBatch {
-    /// Builds the micro-batch on the host; `device` is the device to which it will be moved.
+    /// Builds the micro-batch on the host, padded to `shape` if that is given; `device` is the device to which it will
+    /// be moved.
     pub fn on_host(batch: &Batch, shape: Option<Shape>, turn: Turn, device: Device) -> Result<Self> {
         let (input, Turn { seed, scale, is_partial }) = (Input::on_host(batch, shape, device)?, turn);
         Ok(MicroBatch { input, seed: Tensor::f_from_slice(&seed)?, scale: Tensor::from(scale), is_partial })

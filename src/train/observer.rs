@@ -43,7 +43,9 @@ pub struct Started {
     pub updates_per_epoch: f64,
     /// The number of updates that were made before, if the run is resumed.
     pub update: u64,
+    /// The option `updates`: the number of updates of the run, or 0 if other rules stop it.
     pub updates: i64,
+    /// The number of vocabulary entries.
     pub vocabulary: usize,
     /// The number of entries in the target vocabulary.
     pub target_vocabulary: usize,

@@ -40,6 +40,7 @@ const SECOND: &str = "exp_avg_sq";
 /// The ε that clipping adds to the norm, as torch.nn.utils.clip_grad_norm_ does.
 const CLIP_EPS: f64 = 1e-6;
 
+/// The optimizer of a run: the flat buffers, the optimizer's state, and its options.
 pub struct Optimizer {
     /// The elements of all parameters, in one dimension.
     parameters: Tensor,
@@ -80,7 +81,7 @@ struct Segment {
 }
 
 impl Segment {
-    /// Returns this segment's part of a buffer.
+    /// Returns the elements of a flat buffer that belong to this segment.
     fn of(&self, flat: &Tensor) -> Result<Tensor> {
         Ok(flat.f_narrow(0, self.elements.start as i64, self.elements.len() as i64)?)
     }
@@ -90,6 +91,7 @@ impl Optimizer {
     /// Moves the model's parameters into one buffer and their gradients into another. They have the order in which
     /// the model declares them, or are grouped by role if the parametrisation distinguishes roles.
     pub fn new(parameters: &Parameters, config: &TrainingConfig, model: &TransformerConfig) -> Result<Self> {
+        // The number of elements that a parameter takes in a buffer, rounded up so that the next one is aligned.
         let aligned = |t: &Tensor| t.numel().div_ceil(ALIGN) * ALIGN;
         let total: usize = parameters.tensors().iter().map(aligned).sum();
         let device = parameters.tensors().first().map_or(Device::Cpu, Tensor::device);
@@ -115,6 +117,7 @@ impl Optimizer {
                 // The rule that updates this parameter; `None` if Adam does.
                 let rule = ruled.as_ref().map(|ruled| &ruled.rule).filter(|rule| rule.takes(part, &t.size()));
                 let step_size = rule.map_or(StepSize::Entries, |rule| rule.step_size());
+                // `order` is a sort key that groups parameters with equal multipliers.
                 let (order, multipliers) = model.multipliers(name, part, &t.size(), step_size);
                 let skips_decay =
                     config.weight_decay != 0.0 && config.weight_decay_of == DecayOf::Matrices && !part.is_matrix();
@@ -180,8 +183,8 @@ impl Optimizer {
         })
     }
 
-    /// Returns the buffers for linear layers, with products of type `kind`; `None` on a GPU, where CUDA graphs record
-    /// the passes.
+    /// Returns the flat buffers to which linear layers add their gradients, with products of type `kind`; `None` on a
+    /// GPU, where CUDA graphs record the passes.
     pub fn flat(&self, kind: Kind) -> Result<Option<FlatBuffers>> {
         let on_cpu = self.parameters.device() == Device::Cpu;
         on_cpu.then(|| FlatBuffers::new(&self.parameters, &self.gradients, kind)).transpose()
@@ -204,10 +207,10 @@ impl Optimizer {
         no_grad(|| Ok(self.parameters.f_copy_(&first)?))
     }
 
-    /// Applies update number `step` (from 1) with the accumulated gradients, and zeroes these. Returns their global
-    /// norm before clipping, as a 0-dim float64 tensor on the same device, so that the host does not wait. If the
-    /// norm or `loss` (0-dim) is not finite, nothing is updated; on a GPU, later updates are skipped, too. All
-    /// ranks of `group` have equal gradients.
+    /// Applies update number `step` (from 1) with the accumulated gradients and the learning rate `lr`, and zeroes the
+    /// gradients. Returns their global norm before clipping, as a 0-dim float64 tensor on the same device, so that the
+    /// host does not wait. If the norm or `loss` (0-dim) is not finite, nothing is updated; on a GPU, later updates are
+    /// skipped, too. All ranks of `group` have equal gradients.
     pub fn step(&mut self, step: u64, lr: f64, loss: &Tensor, group: ProcessGroup) -> Result<Tensor> {
         no_grad(|| {
             let norm = match self.parameters.device() {
@@ -222,7 +225,7 @@ impl Optimizer {
     /// Returns Adam's coefficients in update `step`, for parameters with these multipliers.
     fn adam(&self, step: u64, lr: f64, multipliers: &Multipliers) -> adam::Adam {
         let Optimizer { beta1, beta2, weight_decay, .. } = *self;
-        // Rewritten with m and v, the step m̂/(√v̂ + ε) is √(1−β₂ᵗ)/(1−β₁ᵗ)·m/(√v + ε√(1−β₂ᵗ)).
+        // The update computes √(1−β₂ᵗ)/(1−β₁ᵗ)·m/(√v + eps). This is torch's step m̂/(√v̂ + ε) if eps = ε√(1−β₂ᵗ).
         let eps = match self.form {
             AdamForm::Fairseq => self.eps,
             AdamForm::Torch => self.eps * (1.0 - beta2.powf(step as f64)).sqrt(),
@@ -272,6 +275,7 @@ impl Optimizer {
             false => scale,
         };
         let scale = scale.f_to_kind(Kind::Float)?;
+        // The operator takes the numbers that change from update to update as tensors on the device.
         let one_number = |v: f64| Tensor::f_full([1i64].as_slice(), v, (Kind::Float, norm.device()));
         for segment in &self.segments {
             let adam = self.adam(step, lr, &segment.multipliers);
@@ -300,14 +304,16 @@ impl Optimizer {
     /// Returns the Euclidean norm of all gradients.
     fn norm_on_cpu(&self) -> f64 {
         let gradients = host::<f32>(&self.gradients);
-        // The partial sums of the pieces are added in a fixed order, so the result has the same bits with any number of
-        // threads.
+        // The gradients are cut into pieces of `GRAIN` elements. The pieces' sums are added in a fixed order, so the
+        // result has the same bits with any number of threads.
         let pieces = gradients.len().div_ceil(GRAIN);
         let sums = Mutex::new(vec![0f64; pieces]);
-        parallel::for_each(pieces, 1, |range| {
+        let pieces_at_a_time = 1;
+        parallel::for_each(pieces, pieces_at_a_time, |range| {
             for piece in range {
                 let end = gradients.len().min((piece + 1) * GRAIN);
                 let sum = adam::sum_of_squares(&gradients[piece * GRAIN..end]);
+                // A thread that panicked has left the other sums intact, so a poisoned lock is used all the same.
                 sums.lock().unwrap_or_else(|e| e.into_inner())[piece] = sum;
             }
         });
@@ -315,7 +321,8 @@ impl Optimizer {
         sums.iter().sum::<f64>().sqrt()
     }
 
-    /// Updates one segment. Only `step_on_cpu`, which holds the optimizer mutably, may call this function.
+    /// Updates one segment with Adam; `scale` is the factor of the gradients, for clipping, and `M` the type of the
+    /// moments. Only `step_on_cpu`, which holds the optimizer mutably, may call this function.
     fn update_on_cpu<M: Moment<f32>>(&self, segment: &Segment, adam: &adam::Adam, rounding: &Rounding, scale: f64) {
         let Range { start, end } = segment.elements;
         // p, g, m and v are the segment's parameters, gradients, first moments and second moments.
@@ -331,7 +338,8 @@ impl Optimizer {
         });
     }
 
-    /// Returns the part of a buffer of moments that belongs to the parameter `name`, with the parameter's shape.
+    /// Returns the part of `moment`, the buffer of first or second moments, that belongs to the parameter `name`, with
+    /// the parameter's shape.
     fn moment(&self, moment: &Tensor, name: &str) -> Result<Tensor> {
         let (place, shape) = &self.places[name];
         Ok(moment.f_narrow(0, place.start as i64, place.len() as i64)?.f_view(shape.as_slice())?)
@@ -392,7 +400,7 @@ fn unit_matrices(parameters: &Parameters, config: &TrainingConfig) -> UnitMatric
     unit
 }
 
-/// Returns the elements of a flat buffer that belong to a parameter, with the parameter's shape.
+/// Returns the elements `place` of a flat buffer, with the shape of the parameter to which they belong.
 fn view_at(flat: &Tensor, place: &Range<usize>, parameter: &Tensor) -> Result<Tensor> {
     Ok(flat.f_narrow(0, place.start as i64, place.len() as i64)?.f_view(parameter.size().as_slice())?)
 }
@@ -462,6 +470,7 @@ mod tests {
         let all = Segment { elements: 0..standard.parameters.numel(), multipliers: Multipliers::ONE };
         assert_eq!(standard.segments, [all]);
         let decays = decaying("{}", 1.0, DecayOf::Matrices).segments;
+        // (elements, multiplier of weight decay) of the four matrices, then of the vectors.
         let of_matrices = [(48 * 4, 1.0), (304 * 3 + 32, 0.0)];
         assert_eq!(
             decays.iter().map(|s| (s.elements.len(), s.multipliers.weight_decay)).collect::<Vec<_>>(),

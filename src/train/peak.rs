@@ -30,6 +30,7 @@ pub fn peak_of_update(
     step.model.set_update(1)?;
     // The seed of dropout is (seed, update, micro-batch). Any seed measures the same memory.
     let turn = Turn { seed: [0, 1, 0], scale: 1.0, is_partial: false };
+    // The batch is part of what is measured, so `run` builds it.
     let run = || {
         let micro_batch = MicroBatch::on_host(batch, None, turn, Device::Cpu)?.to(Device::Cpu)?;
         step.run(&micro_batch).map(drop)

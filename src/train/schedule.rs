@@ -101,7 +101,7 @@ impl Schedule {
         }
     }
 
-    /// Errors if the run would stop at its first update, because the rate is too small.
+    /// Errors if the run would stop at its first update, because the rate is below `min_lr`.
     pub fn check_beginning(&self, config: &TrainingConfig) -> Result<()> {
         let lr = self.learning_rate(1);
         match lr >= config.min_lr || !self.may_stop(1) {
@@ -127,6 +127,7 @@ impl Schedule {
                 // The schedules below have the same warm-up.
                 _ if n < self.warmup => self.warm(n, self.peak()),
                 ScheduleName::Cosine => {
+                    // The cosine falls from 1 at the end of warm-up to 0 at the last update.
                     let wave = 0.5 * (1.0 + (std::f64::consts::PI * self.part(n, self.warmup)).cos());
                     self.peak() * (self.end + (1.0 - self.end) * wave)
                 }
@@ -138,7 +139,7 @@ impl Schedule {
             }
     }
 
-    /// Returns the share of the updates from `from` to the last one that is done at update n, in [0, 1].
+    /// Returns the share, in [0, 1], of the updates between number `from` and the last one that is done at number n.
     fn part(&self, n: f64, from: f64) -> f64 {
         ((n - from) / (self.updates - from).max(1.0)).clamp(0.0, 1.0)
     }
@@ -153,7 +154,7 @@ impl Schedule {
         !self.is_warming(update) && !self.name.falls_to_the_end()
     }
 
-    /// Returns n for the `update`-th update.
+    /// Returns n for the `update`-th update (from 1): `update`, or `update` − 1 if the schedule counts from 0.
     fn number(&self, update: u64) -> f64 {
         update as f64 - 1.0 + self.first
     }
@@ -171,18 +172,18 @@ impl Schedule {
         if !matches!(self.name, ScheduleName::ValDecay | ScheduleName::NoWarmup) {
             return;
         }
-        // JSON has no infinities, so the worst score is the smallest f64.
+        // Checkpoints store the scores as JSON, which has no infinities, so the worst score is the smallest f64.
         let score = if score.is_finite() { score } else { f64::MIN };
         let is_warming = self.is_warming(update);
         let (Decay { rule, factor, patience }, memory) = (&self.decay, &mut self.memory);
         let falls = match rule {
             DecayRule::Release => {
-                // The score is worse than each of the last `patience` scores.
+                // The rate falls if the score is worse than each of the last `patience` scores.
                 let worst = memory.scores.iter().rev().take(*patience).copied().fold(f64::INFINITY, f64::min);
                 memory.scores.len() >= *patience && score < worst
             }
             DecayRule::Paper => {
-                // `patience` evaluations in a row were no better than the best before them.
+                // The rate falls if `patience` evaluations in a row were no better than the best before them.
                 let best = memory.scores.iter().copied().fold(f64::MIN, f64::max);
                 memory.worse = if is_warming || score > best { 0 } else { memory.worse + 1 };
                 memory.worse >= *patience
@@ -220,7 +221,7 @@ impl Schedule {
         }
     }
 
-    /// Returns the rate of a linear warm-up to `peak`, and `peak` afterwards.
+    /// Returns the rate at n of a linear warm-up from `warmup_init` to `peak`, and `peak` afterwards.
     fn warm(&self, n: f64, peak: f64) -> f64 {
         match n < self.warmup {
             true => self.warmup_init + (peak - self.warmup_init) * n / self.warmup,

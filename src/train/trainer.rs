@@ -31,9 +31,13 @@ use tch::{Device, Kind, Tensor};
 /// The state that a resumed run needs besides parameters and moments.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Progress {
+    /// The number of updates made.
     pub update: u64,
+    /// The next batch to read: its epoch, and its index in the epoch.
     pub cursor: Cursor,
+    /// The training time in seconds, without evaluations.
     pub seconds: f64,
+    /// The best score so far: BLEU or the negative loss.
     pub best: Option<f64>,
     /// The number of evaluations that were made since the best one.
     pub since_best: u64,
@@ -49,7 +53,7 @@ pub struct Progress {
     #[serde(default)]
     pub is_pause: bool,
     pub schedule: Option<ScheduleMemory>,
-    /// The number of sentences of the epoch before the cursor, and the number of all sentences of the epoch.
+    /// The number of sentences of the epoch before the cursor, and the number of all its sentences.
     #[serde(default)]
     pub seen: (u64, u64),
     /// The digests of the text to which the cursor and the best score belong.
@@ -94,6 +98,7 @@ impl Progress {
     }
 }
 
+/// A training run: the model, the data, the optimizer, and the run's progress.
 pub struct Trainer {
     pub config: TrainingConfig,
     data: DataConfig,
@@ -317,13 +322,14 @@ impl Trainer {
         }
     }
 
-    /// Exchanges the ranks' stop requests. Returns an error on every rank if one of them wants to stop.
+    /// Exchanges the ranks' stop requests, and forgets this rank's. Returns an error on every rank if one of them wants
+    /// to stop.
     fn share_stops(&mut self) -> Result<()> {
         self.group.agree(self.own_stop.take().map_or(Ok(()), Err), self.device)
     }
 
-    /// Runs `work`. If the user wants to stop, or the user's code has raised, saves a checkpoint before returning the
-    /// error.
+    /// Runs `work`. If the user wants to stop, or a Python function of the user has raised an exception, saves a
+    /// checkpoint before returning the error.
     fn interruptible(
         &mut self,
         observer: &mut dyn Observer,
@@ -359,6 +365,7 @@ impl Trainer {
         if norms.iter().all(|name| given::find(name).is_none()) {
             return self.step();
         }
+        // Pairs of a buffer and a copy of its present values.
         let buffers = model.parameters.buffers().map(|(_, t)| Ok((t.shallow_clone(), t.f_detach_copy()?)));
         let before = buffers.collect::<Result<Vec<_>>>()?;
         self.step().inspect_err(|_| {
@@ -379,7 +386,8 @@ impl Trainer {
         let (mut cursor, mut seen) = (self.progress.cursor, self.progress.seen.0);
         let mut tokens = 0;
         let ranks = self.group.size();
-        // Every rank reads all micro-batches of the update, to count their tokens, and keeps its own.
+        // An update has `accumulate` micro-batches of each rank. Every rank reads all micro-batches of the update, to
+        // count their tokens, and keeps its own.
         for micro_batch in 0..self.config.accumulate as usize * ranks {
             let (batch, next) = self.batches.next().ok_or_else(|| Error::invalid("the stream of batches ended"))?;
             tokens += batch.target_output.len();
@@ -390,17 +398,21 @@ impl Trainer {
             }
             cursor = next;
         }
+        // The gradients are those of the mean loss over all target tokens of the update.
         let (seed, scale) = (self.config.seed as i64, 1.0 / tokens as f64);
         self.train_step.model.set_update(number as i64)?;
-        // The first rank measures the gains on its first micro-batch, before the first update.
+        // Before the first update, the first rank measures the residual scheme's gains on its first micro-batch.
         if number == 1 && !self.progress.keeps_gains && self.train_step.model.is_profiled() {
             if let (true, (_, batch)) = (self.group.is_first(), &batches[0]) {
+                // The seed of dropout is [seed, update, micro-batch].
                 let turn = Turn { seed: [seed, 0, 0], scale, is_partial: false };
                 let micro_batch = MicroBatch::on_host(batch, None, turn, self.device)?;
                 self.train_step.profile(&micro_batch.to(self.device)?)?;
             }
+            // All ranks get the gains that the first rank has measured.
             self.optimizer.share_parameters(self.group)?;
         }
+        // The flat buffers have a copy of the parameters in the type of products.
         self.train_step.flat.as_ref().map_or(Ok(()), |flat| flat.refresh())?;
         let (_, first_batch) = &batches[0];
         let statistics = self.watched(number, first_batch, scale)?;
@@ -410,11 +422,11 @@ impl Trainer {
         let counts_updates = self.train_step.model.parameters.count_updates();
         for (i, (micro_batch, batch)) in batches.iter().enumerate() {
             let seed = [seed, number as i64, *micro_batch];
-            let own =
-                self.forward_backward(batch, Turn { seed, scale, is_partial: counts_updates && i < last_index })?;
+            let turn = Turn { seed, scale, is_partial: counts_updates && i < last_index };
+            let micro_batch_sums = self.forward_backward(batch, turn)?;
             match &mut sums {
-                Some(sums) => sums.merge(&own)?,
-                None => sums = Some(own),
+                Some(sums) => sums.merge(&micro_batch_sums)?,
+                None => sums = Some(micro_batch_sums),
             }
         }
         let sums = sums.ok_or_else(|| Error::invalid("accumulate must be at least 1"))?;
@@ -424,7 +436,7 @@ impl Trainer {
         let (parameters, clip) = (&self.train_step.model.parameters, self.optimizer.qk_clip());
         let layers = is_logged.then(|| PendingLayers::of(parameters, clip)).transpose()?;
         let logit = clip.map(|clip| clip.largest_of_all()).transpose()?;
-        // The sum over ranks also counts the ranks that want to stop, which saves an exchange of its own.
+        // 1 if this rank wants to stop, else 0. The sum over ranks then counts such ranks, without another exchange.
         let wants_stop = sums.loss.f_full_like(f64::from(u8::from(self.own_stop.is_some())))?;
         let sums = self.group.sum(&Tensor::f_stack(&[&sums.loss, &sums.nll, &wants_stop], 0)?)?;
         let grad_norm = self.optimizer.step(number, lr, &sums.f_select(0, 0)?, self.group)?;
@@ -446,6 +458,7 @@ impl Trainer {
         if !number.is_multiple_of(self.config.log_statistics as u64) {
             return Ok(None);
         }
+        // The seed of dropout is that of the update's first micro-batch.
         let turn = Turn { seed: [self.config.seed as i64, number as i64, 0], scale, is_partial: false };
         let batch = MicroBatch::on_host(batch, None, turn, self.device)?.to(self.device)?;
         watch(&self.train_step, first, &batch).map(Some)
@@ -459,7 +472,8 @@ impl Trainer {
         }
     }
 
-    /// Waits for an update's results. Returns them, and true if a rank wants to stop.
+    /// Waits for an update's results. Returns them, and true if a rank wants to stop. Errors if the loss or the
+    /// gradient norm is not finite.
     fn finish(&mut self, update: Running) -> Result<(Update, bool)> {
         let Running { number, epoch, lr, tokens, start, numbers, layers, statistics } = update;
         let numbers = numbers.read()?;
@@ -479,9 +493,10 @@ impl Trainer {
             self.pace.pop_front();
         }
         self.pace.push_back((seconds, tokens));
-        let time: f64 = self.pace.iter().map(|(seconds, _)| seconds).sum();
-        let done: usize = self.pace.iter().map(|(_, tokens)| tokens).sum();
-        let left = self.config.updates - number as i64;
+        let recent_seconds: f64 = self.pace.iter().map(|(seconds, _)| seconds).sum();
+        let recent_tokens: usize = self.pace.iter().map(|(_, tokens)| tokens).sum();
+        let updates_left = (self.config.updates - number as i64).max(0) as f64;
+        let time_left = updates_left * recent_seconds / self.pace.len() as f64;
         let update = Update {
             update: number,
             epoch,
@@ -491,9 +506,9 @@ impl Trainer {
             grad_norm,
             largest_logit,
             tokens,
-            tokens_per_second: done as f64 / time,
+            tokens_per_second: recent_tokens as f64 / recent_seconds,
             seconds: self.progress.seconds,
-            time_left: (self.config.updates > 0).then(|| left.max(0) as f64 * time / self.pace.len() as f64),
+            time_left: (self.config.updates > 0).then_some(time_left),
             layers: layers.map(PendingLayers::read).transpose()?,
             statistics,
         };
@@ -535,13 +550,14 @@ impl Trainer {
         if !score.loss.is_finite() {
             return Err(self.diverged("validation loss", self.progress.update, score.loss));
         }
+        // A higher number is better.
         let criterion = match (self.config.criterion, bleu) {
             (Criterion::Bleu, Some(bleu)) => bleu,
             _ => -score.loss,
         };
         // The schedules val-decay and no-warmup use BLEU if it is measured (docs/spec.md §4.10).
         self.schedule.evaluated(self.progress.update, bleu.unwrap_or(-score.loss));
-        let best = self.progress.best.is_none_or(|b| criterion > b);
+        let best = self.progress.best.is_none_or(|best_so_far| criterion > best_so_far);
         self.progress.evaluations += 1;
         self.progress.since_best = if best { 0 } else { self.progress.since_best + 1 };
         if best {
@@ -580,6 +596,7 @@ impl Trainer {
         let cursor = self.progress.cursor;
         Evaluation {
             update: self.progress.update,
+            // The cursor's index is 0 when an epoch has just ended; then the latest update still belongs to that epoch.
             epoch: if cursor.index == 0 { cursor.epoch } else { cursor.epoch + 1 },
             loss: score.loss,
             nll: score.nll,
@@ -603,8 +620,8 @@ impl Trainer {
         evaluate_bleu(model, &self.validation, &self.vocabulary, mask, &search, kind, check_interrupt).map(Some)
     }
 
-    /// Saves a checkpoint of the current state, which becomes the last one, and the best one if `best`. `is_pause`
-    /// marks a checkpoint that is saved only because the user wants to stop.
+    /// Saves a checkpoint of the current state, which becomes the last one, and the best one if `best` is true.
+    /// `is_pause` marks a checkpoint that is saved only because the user wants to stop.
     fn save(&mut self, best: bool, is_pause: bool, observer: &mut dyn Observer) -> Result<()> {
         self.progress.is_pause = is_pause;
         self.progress.schedule = Some(self.schedule.memory.clone());
@@ -615,8 +632,8 @@ impl Trainer {
         self.group.agree(reported, self.device)
     }
 
-    /// Writes a checkpoint. Then removes the one from which this run was resumed, if that was saved only because the
-    /// user had stopped the run.
+    /// Writes a checkpoint, which becomes the best one if `best` is true. Then removes the one from which this run was
+    /// resumed, if that was saved only because the user had stopped the run.
     fn write(&mut self, best: bool) -> Result<()> {
         let not_written = |e: serde_json::Error| Error::invalid(format!("the state cannot be written: {e}"));
         let checkpoint = Checkpoint {
@@ -658,6 +675,7 @@ impl Trainer {
     /// Returns the event before the first update.
     fn started(&self) -> Started {
         let vocabulary = self.vocabulary.len();
+        // The number of entries in the target vocabulary.
         let allowed = |mask: &Tensor| mask.f_sum(Kind::Int64).and_then(|n| n.f_int64_value(&[])).unwrap_or(0) as usize;
         Started {
             parameters: self.train_step.model.parameters.numel(),

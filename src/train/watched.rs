@@ -24,6 +24,7 @@ pub fn watch(step: &TrainStep, first: &Transformer, batch: &MicroBatch) -> Resul
         for (layer, size) in sizes.into_iter().enumerate() {
             numbers.insert(format!("size/{stack}.{layer}"), size);
         }
+        // `norm` counts the stack's norms with running statistics, in the order of execution.
         for (norm, of_batch) in statistics.into_iter().enumerate() {
             for (kind, moments) in [("batch_distance", of_batch.distance), ("batch_gradient", of_batch.gradient)] {
                 let parts = [("mean", moments.mean), ("variance", moments.variance), ("power", moments.power)];
@@ -40,8 +41,9 @@ pub fn watch(step: &TrainStep, first: &Transformer, batch: &MicroBatch) -> Resul
 /// the gradients of the mean NLL.
 fn observe_stacks(step: &TrainStep, batch: &MicroBatch) -> Result<Vec<StackObservation>> {
     let watch = Rc::new(Diagnostics::default());
-    // `fork(true)` declares the pass a recomputation, which leaves running statistics as they are.
-    let ctx = step.context(&batch.seed).fork(true).watched(watch.clone());
+    // A recomputation leaves running statistics as they are.
+    let is_recompute = true;
+    let ctx = step.context(&batch.seed).fork(is_recompute).watched(watch.clone());
     let pass = |ctx: &Context| step.model.features(&batch.input.read, ctx);
     let loss = match step.model.parameters.have_statistics() {
         true => Some(with_grad(|| -> Result<Tensor> {

@@ -74,7 +74,8 @@ def gains(model: nn.Module) -> list[Gain]:
         model: a `Transformer`, or any module with such norms of `normformer_rs.nn`, for example a swapped model.
     """
     modules = dict(model.named_modules())
-    # A Transformer's modules are plain containers without a class of norm. Its weights of one number are all of norms.
+    # A Transformer's modules are plain containers, so no class tells which of them are norms. But there only norms have
+    # a weight of one number.
     ours = {inner for module in modules.values() if isinstance(module, Transformer) for inner in module.modules()}
     result = []
     for name, parameter in model.named_parameters():
@@ -82,9 +83,9 @@ def gains(model: nn.Module) -> list[Gain]:
         module = modules[path]
         is_norm = module in ours or (isinstance(module, RowNorm) and module.has_one_gain)
         if is_norm and leaf == "weight" and parameter.numel() == 1:
-            number = _layer(path)
-            kind = path if number is None else f"{path[: number.start()]}*{path[number.end() :]}"
-            result.append(Gain(path, None if number is None else int(number[0]), kind, parameter.item()))
+            layer = _layer(path)
+            kind = path if layer is None else f"{path[: layer.start()]}*{path[layer.end() :]}"
+            result.append(Gain(path, None if layer is None else int(layer[0]), kind, parameter.item()))
     return result
 
 
@@ -102,11 +103,12 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             path = name.rpartition(".")[0]
-            number = _layer(path)
-            group = path.partition(".")[0] if number is None else path[: number.end()]
+            layer = _layer(path)
+            group = path.partition(".")[0] if layer is None else path[: layer.end()]
             norms.setdefault(group, []).append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64))
     if not norms:
         raise InputError("no parameter has a gradient: call backward() first, and gradient_norms before zero_grad()")
+    # The norm of the parameters' norms is the norm of all their numbers.
     return {group: torch.stack(part_norms).norm().item() for group, part_norms in norms.items()}
 
 
@@ -171,7 +173,7 @@ def statistics(model: nn.Module) -> Iterator[dict[str, Statistics]]:
 
 @dataclass
 class _Forward:
-    """A norm's inputs, and its output's gradient once there is one."""
+    """The inputs of a norm's forward, and the gradient `dy` of its output once backward has computed it."""
 
     x: Tensor
     pad_mask: Tensor | None
@@ -184,7 +186,8 @@ class _Forward:
     dy: Tensor | None = None
 
     def differentiated(self, dy: Tensor) -> None:
-        """Keeps the first gradient, which is the last forward's, because backward runs in reverse."""
+        """A hook on the output: keeps the first gradient that arrives. Backward runs in reverse, so it belongs to the
+        norm's last forward."""
         self.dy = dy if self.dy is None else self.dy
 
     def statistics(self) -> Statistics:
@@ -204,12 +207,14 @@ def _hooks(name: str, seen: dict[str, _Forward]) -> tuple[Callable[..., None], C
             return
         arguments = arguments | dict(zip(("x", "padding_mask"), args))  # arguments by position get their names
         x, mask = arguments["x"].detach(), arguments.get("padding_mask")
-        # Clones are kept, because the forward updates the running statistics, and the caller may change x, in place.
+        # Copies are kept, because the forward updates the running statistics in place, and the caller may change x.
+        # A norm with groups normalises the result of group scaling, which is a new tensor.
         x = OPS.group_scaling(x, norm.groups) if norm.groups else x.clone()
         mask = mask_for(x) if mask is None else mask
         mask = None if mask is None else mask.clone()
         weight = None if norm.weight is None else norm.weight.clone()
-        mean, square = (None if t is None else t.clone() for t in norm.frozen())
+        running = norm.frozen()  # the running mean, and the running variance or mean square
+        mean, square = (None if t is None else t.clone() for t in running)
         assert square is not None
         seen[name] = _Forward(x, mask, weight, mean, square, norm.eps)
 

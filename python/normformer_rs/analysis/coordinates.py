@@ -71,7 +71,8 @@ class CoordinateCheck:
             axis.set_xscale("log", base=2)
             axis.set_yscale("log", base=10)
             low, high = self.sizes[:, shown, i].min(), self.sizes[:, shown, i].max()
-            # The axis spans at least a decade (3.2² ≈ 10), so that flat lines look flat.
+            # There is a margin of a fifth beyond the values. The axis spans at least a decade (3.2² ≈ 10), so that flat
+            # lines look flat.
             middle = (low * high) ** 0.5
             axis.set_ylim(min(low / 1.2, middle / 3.2), max(high * 1.2, middle * 3.2))
             axis.set_xticks(self.values, [str(value) for value in self.values])
@@ -174,8 +175,8 @@ def coordinate_check(
 
 
 def _sized(config: TransformerConfig, over: str, value: int) -> TransformerConfig:
-    """Returns the configuration with another width or depth, and without dropout. Errors: InputError for a width that
-    does not fit."""
+    """Returns the configuration without dropout, and with the size `value` of what `over` names: "width" or "depth".
+    Errors: InputError for a width that does not fit."""
     rates = dict.fromkeys(("dropout", "embedding_dropout", "attention_dropout", "activation_dropout"), 0.0)
     if config.attention == "tensorized":  # this kind of attention has no dropout
         del rates["attention_dropout"]
@@ -195,7 +196,7 @@ def _own(
     config: TransformerConfig, seed: int, shape: tuple[int, int]
 ) -> tuple[nn.Module, Callable[[], Tensor], Callable[[], NDArray[np.float64]]]:
     """Returns a model of this package, a function that returns its loss on a batch of random tokens, and one that
-    returns its seven sizes there. `shape` is (sentences, length)."""
+    returns the seven sizes of `PLACES` on that batch. `shape` is the batch's (sentences, length)."""
     model = Transformer(config, seed=seed, device="cpu").train()
     generator = torch.Generator().manual_seed(seed)
     # Ids below 4 belong to special tokens.
@@ -214,13 +215,15 @@ def _of_blocks(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], NDA
     blocks = last_stack(model)
 
     def sizes() -> NDArray[np.float64]:
+        """Runs the loss once, and returns the seven sizes of its last pass through the blocks."""
         # In the order of the last pass: the size of the first block's input, and that of each block's output.
         block_sizes: list[float] = []
         logits = [0.0]  # one number, in a list that the hook `ended` can write to
 
         def entered(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             """Stores the size of the first block's input."""
-            # A pass begins: nothing was found yet, or a whole pass was. A shared first block also runs later in a pass.
+            # A shared first block also runs later in a pass. A pass begins only if no size is stored yet, or those of a
+            # whole pass.
             if len(block_sizes) in (0, len(blocks) + 1):
                 block_sizes[:] = [_size(args or tuple(kwargs.values()))]
 
@@ -243,7 +246,7 @@ def _of_blocks(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], NDA
         if len(block_sizes) < 2:
             raise InputError(f"the loss did not run the blocks of {type(model).__name__}: expected it to run the model")
         last = len(block_sizes) - 1
-        # The order is that of `PLACES`: the input, the first, middle and last block, the output. There are no scores.
+        # The order is that of `PLACES`. Only this package's own models report scores, so both kinds are 0 here.
         return np.array(
             [block_sizes[0], block_sizes[1], block_sizes[(last + 1) // 2], block_sizes[last], logits[0], 0.0, 0.0]
         )
@@ -267,8 +270,8 @@ def _trained(
     optimizers: list[torch.optim.Optimizer],
     updates: int,
 ) -> NDArray[np.float64]:
-    """Trains the model for some updates. Returns the logarithms of the sizes before training and after each update,
-    (updates + 1, 7)."""
+    """Trains the model for some updates. `loss` and `sizes` run it on its batch. Returns the logarithms of the sizes
+    before training and after each update, (updates + 1, 7)."""
     measured = [sizes()]
     for _ in range(updates):
         model.zero_grad()
@@ -300,7 +303,8 @@ def _optimizers(groups: list[dict[str, Any]], muon_scale: str | None) -> list[to
 def _sizes(model: Transformer, source: Tensor | None, target_input: Tensor) -> NDArray[np.float64]:
     """Returns the seven sizes of this package's model, in the order of `PLACES`."""
     seen = observe(model, source, target_input)["decoder"]
-    layers, last = seen.sizes, len(seen.sizes) - 1
+    # outputs[0] is the size of the decoder's input, outputs[i] that of the output of layer i − 1.
+    outputs, last = seen.sizes, len(seen.sizes) - 1
     logits = model(source, target_input).abs().mean().item()
     scores = [float(kind.mean()) if len(kind) else 0.0 for kind in (seen.scores, seen.mixing)]
-    return np.array([layers[0], layers[1], layers[(last + 1) // 2], layers[last], logits, *scores])
+    return np.array([outputs[0], outputs[1], outputs[(last + 1) // 2], outputs[last], logits, *scores])

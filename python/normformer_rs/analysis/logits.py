@@ -49,7 +49,8 @@ class Attentions(TorchFunctionMode):
 
 
 def _rows(shape: torch.Size) -> int:
-    """Returns the number of queries whose logits are computed at a time, for logits of this shape."""
+    """Returns the number of queries whose logits are computed at a time, so that these are about `_ELEMENTS` numbers.
+    `shape` is that of all logits, (…, queries, keys)."""
     return max(1, _ELEMENTS * shape[-2] // max(1, shape.numel()))
 
 
@@ -69,27 +70,29 @@ def _of_operator(
     keys = key.detach().double()
     if key.dim() > 3 and key.shape[-3] != query.shape[-3]:  # several heads of queries share a head of keys
         keys = keys.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-    size = _rows(torch.Size([*query.shape[:-1], keys.shape[-2]]))
-    for first in range(0, query.shape[-2], size):
-        rows = query.detach()[..., first : first + size, :].double()
-        logits = rows @ keys.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    part_size = _rows(torch.Size([*query.shape[:-1], keys.shape[-2]]))
+    for first in range(0, query.shape[-2], part_size):
+        queries = query.detach()[..., first : first + part_size, :].double()
+        logits = queries @ keys.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
             # Row i of this part is the query first + i, which sees the keys up to its own number.
             is_past = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril(first)
             logits = logits.masked_fill(~is_past, -math.inf)
         if attn_mask is not None:
-            has_one_row = attn_mask.dim() < 2 or attn_mask.shape[-2] == 1  # one row is for all queries
-            mask = attn_mask if has_one_row else attn_mask[..., first : first + size, :]
+            has_one_row = attn_mask.dim() < 2 or attn_mask.shape[-2] == 1  # a mask of one row is for all queries
+            mask = attn_mask if has_one_row else attn_mask[..., first : first + part_size, :]
+            # In a mask of bool True lets a query see a key; a mask of numbers is added.
             logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
         yield logits
 
 
 def _of_module(arguments: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yields the logits of torch.nn's attention, (B, heads, queries, keys), from the arguments of its function."""
+    """Yields the logits of torch.nn's attention, (B, heads, queries, keys), for parts of the queries. `arguments` are
+    those of `multi_head_attention_forward`, by name."""
     query, key, heads = arguments["query"], arguments["key"], arguments["num_heads"]
     if arguments["use_separate_proj_weight"]:
         weights = [arguments["q_proj_weight"], arguments["k_proj_weight"]]
-    else:
+    else:  # one matrix has the rows of queries, keys and values, in this order
         weights = list(arguments["in_proj_weight"].chunk(3)[:2])
     bias = arguments["in_proj_bias"]
     biases = bias.chunk(3)[:2] if bias is not None else (None, None)
@@ -99,10 +102,11 @@ def _of_module(arguments: Mapping[str, Any]) -> Iterator[Tensor]:
     # This gives the heads a dimension of their own: (T, B, d) → (B, heads, T, d_head).
     q, k = (t.reshape(len(t), t.shape[1], heads, -1).permute(1, 2, 0, 3) for t in (q, k))
     mask = _added(arguments["attn_mask"], q.dtype)
-    if mask is not None and mask.dim() == 3:
+    if mask is not None and mask.dim() == 3:  # its shape is (B·heads, queries, keys)
         mask = mask.view(-1, heads, *mask.shape[-2:])
     padding = _added(arguments["key_padding_mask"], q.dtype)
-    is_causal = arguments["is_causal"] and mask is None  # is_causal only says that a given mask is causal
+    # If a mask is given, is_causal only says that this mask is causal.
+    is_causal = arguments["is_causal"] and mask is None
     if padding is not None:
         padding = padding.view(-1, 1, 1, padding.shape[-1])
         mask = padding if mask is None else mask + padding
@@ -111,7 +115,8 @@ def _of_module(arguments: Mapping[str, Any]) -> Iterator[Tensor]:
 
 
 def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Returns a mask of torch.nn's modules as numbers that are added to logits; True becomes −∞ there."""
+    """Returns a mask of torch.nn's modules as numbers that are added to logits. In a mask of bool, True marks what is
+    masked and becomes −∞."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)

@@ -64,7 +64,7 @@ def gains_by_place(state: Mapping[str, torch.Tensor]) -> Found:
     gains: Found = {}
     for stack, all_places in _PLACES.items():
         places = [place for place in all_places if has_encoder or place != "decoder-encoder"]
-        for number, place in enumerate(places, 1):
+        for number, place in enumerate(places, 1):  # the norms of a layer are called norm1, norm2, …
             pattern = re.compile(rf"{stack}\.layers\.(\d+)\.norm{number}\.weight")
             by_layer = {int(m[1]): value.item() for name, value in state.items() if (m := pattern.fullmatch(name))}
             if by_layer:
@@ -88,6 +88,7 @@ def statistics(history: History) -> Found:
     The series `distance-STATISTIC` has the distances of the batches' statistics from the running ones,
     `gradient-STATISTIC` the statistics' part in the gradient of the norm's input, and `logged` the updates' numbers.
     """
+    # A name is such as batch_distance/encoder.0.mean, where 0 is the norm's number in its stack.
     of_first_norm = re.compile(r"batch_(distance|gradient)/(encoder|decoder)\.0\.\w+")
     logged = {name: values for name, values in history.layers.items() if of_first_norm.fullmatch(name)}
     stack = "encoder" if any("/encoder." in name for name in logged) else "decoder"
@@ -122,8 +123,8 @@ def layers(output: str | PathLike[str], checkpoint: str, source: str | None, tar
     model = Transformer.from_checkpoint(output, checkpoint)
     observed = analysis.observe(model, *_read(model, Path(output), source, target))
     series: Found = {}
-    for stack, of_stack in observed.items():
-        parts = (("cosine", of_stack.cosines), ("active", of_stack.active), ("size", of_stack.sizes))
+    for stack, measured in observed.items():
+        parts = (("cosine", measured.cosines), ("active", measured.active), ("size", measured.sizes))
         series |= {f"{what}-{stack}": brief(values) for what, values in parts}
     return series
 

@@ -15,8 +15,8 @@ from ..loop.model import Transformer
 
 class Statistics(NamedTuple):
     """A batch's statistics over its real positions, in a norm with running statistics (batchnorm, powernorm-v,
-    powernorm); NaN for those that the norm does not have. x̂ is normalised by the batch's own statistics,
-    σ_B = √(σ²_B + ε)."""
+    powernorm); NaN for those that the norm does not have. d is the number of features, γ the gain, and dy the gradient
+    of the norm's output. x̂ is normalised by the batch's own statistics, σ_B = √(σ²_B + ε)."""
 
     mean: float
     """‖μ_B − μ‖₂/d, where μ is the running mean before the batch (Shen et al. 2020, Fig 2)."""
@@ -77,14 +77,15 @@ def observe(
     if not isinstance(model, Transformer):
         raise InputError(f"model must be a normformer_rs.Transformer; got a {type(model).__name__}")
     names, tensors, precision = model._tensors()
+    # The seed of the dropout masks; in evaluation there are none.
     seed = model._draw(tensors[0].device) if model.training else None
     arguments = model._options, names, tensors, source, target_input, seed, precision
-    found = _core.observe(*arguments, None if loss is None else _number(loss))
-    stacks = ["encoder", "decoder"][-len(found) :]  # a single stack is the decoder
-    # Each stack has a tuple of arrays, in the order of Observed's fields, and the statistics of its norms.
+    by_stack = _core.observe(*arguments, None if loss is None else _number(loss))
+    stacks = ["encoder", "decoder"][-len(by_stack) :]  # a single stack is the decoder
+    # For each stack the extension module returns ((cosines, active, sizes, scores, mixing), the norms' statistics).
     return {
         stack: Observed(cosines, active, [Statistics(*norm) for norm in norms], *sizes)
-        for stack, ((cosines, active, *sizes), norms) in zip(stacks, found)
+        for stack, ((cosines, active, *sizes), norms) in zip(stacks, by_stack)
     }
 
 

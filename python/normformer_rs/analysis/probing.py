@@ -74,7 +74,11 @@ class Readings(list[Reading]):
 
     def of(self, measure: str, role: str | None = None) -> dict[str, float]:
         """Returns the values of a measure by name; with a role, only those of that role."""
-        return {one.name: one.value for one in self if one.measure == measure and role in (None, one.role)}
+        return {
+            reading.name: reading.value
+            for reading in self
+            if reading.measure == measure and role in (None, reading.role)
+        }
 
     def layers(self, measure: str, role: str) -> dict[int, float]:
         """Returns the largest value of a measure and role in each layer."""
@@ -85,6 +89,7 @@ class Readings(list[Reading]):
         return largest
 
     def _repr_html_(self) -> str:
+        """Returns a table in HTML: a line for each role and measure, and a column for each layer."""
         rows = sorted({(reading.role, reading.measure) for reading in self if reading.layer is not None})
         depth = 1 + max((reading.layer for reading in self if reading.layer is not None), default=-1)
         lines = []
@@ -146,18 +151,21 @@ class Probe:
         """In such a pass: the running layer's input."""
 
     def _find_shares(self) -> dict[str, list[_Share]]:
-        """Returns the roles of the matrices in all blocks, by the names of their parameters."""
+        """Returns the roles of the matrices in all blocks, by the names of their parameters. A matrix may have several
+        roles, each for some of its rows, such as one that computes queries, keys and values."""
         shares: dict[str, list[_Share]] = {}
         parameters = dict(self.model.named_parameters())
         for block, (name, _) in self._layers.items():
             for part in parts_of(block):
                 for linear in (*part.linears, *part.experts):
                     path = f"{name}.{linear.path}".lstrip(".")
-                    # The path names a parameter, such as the matrices of a stack of experts, or a linear layer.
+                    # The path names a parameter, such as the matrices of a stack of experts, or a linear layer, whose
+                    # matrix is its `weight`.
                     matrix = path if path in parameters else f"{path}.weight"
                     if matrix not in parameters or matrix in shares:
                         continue
                     is_module = matrix != path
+                    # A module may keep its own weight as (fan_in, fan_out), too, as Hugging Face's Conv1D does.
                     is_fan_in_first = linear.is_transposed or (is_module and is_transposed(block, linear.path))
                     axis = -1 if is_fan_in_first else -2
                     size = parameters[matrix].shape[axis]
@@ -172,6 +180,7 @@ class Probe:
             before = self.model._heard  # the listener of a probe around this one, or None
 
             def heard(event: str, name: str, first_row: int, tensors: list[Tensor]) -> None:
+                """Passes an event of the pass on to the probe around this one, and measures it."""
                 if before is not None:
                     before(event, name, first_row, tensors)
                 self._hear(event, name, first_row, tensors)
@@ -201,7 +210,7 @@ class Probe:
                  for (name, role, measure), (layer, value) in self._passes.items()]  # fmt: skip
         # The readings are sorted by layer. Those outside the layers come last.
         self.readings = Readings(
-            sorted(measured, key=lambda one: (one.layer is None, one.layer or 0, one.name, one.role, one.measure))
+            sorted(measured, key=lambda r: (r.layer is None, r.layer or 0, r.name, r.role, r.measure))
         )
 
     @contextlib.contextmanager
@@ -220,11 +229,12 @@ class Probe:
     # ---- the layer and role of a number ----
 
     def _layer_of(self, name: str) -> int | None:
-        """Returns the layer that has the module or parameter of this name."""
+        """Returns the number of the layer that has the module or parameter of this name; None if no layer has it."""
         path = f"{name}."
-        inside = [layer for layer in self._layers.values() if not layer[0] or path.startswith(f"{layer[0]}.")]
+        # The pairs (name, number) of the blocks around it. The name is empty if the model itself is the block.
+        around = [(block, layer) for block, layer in self._layers.values() if not block or path.startswith(f"{block}.")]
         # All names are beginnings of the same path, so the greatest one is the longest: that of the innermost block.
-        return max(inside, default=("", None))[1]
+        return max(around, default=("", None))[1]
 
     def _put(self, name: str, role: str, measure: str, value: float) -> None:
         """Stores one number of the current pass."""
@@ -250,7 +260,7 @@ class Probe:
                 self._put(name, role, "gain", float(part.double().mean()))
 
     def _updated(self, name: str, before: Tensor, after: Tensor) -> None:
-        """Stores the relative size of a parameter's change in one step of the optimizer, by role."""
+        """Stores ‖after − before‖/‖before‖ of a parameter over one step of the optimizer, by role."""
         changes = self._parts(name, after.detach().double() - before.double())
         for (role, part), (_, change) in zip(self._parts(name, before), changes):
             size, moved = _norm(part), _norm(change)
@@ -260,12 +270,12 @@ class Probe:
     # ---- passes ----
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
-        """A hook on norms and linear layers: measures the output, by role."""
+        """A hook on norms and linear layers: measures the output, by role, and how many inputs of fc2 are positive."""
         name = self._names[module]
         if not isinstance(out, Tensor) or not out.is_floating_point():
             return
         shares, x = self._shares.get(f"{name}.weight"), out.detach()
-        if shares is None:
+        if shares is None:  # the module is a norm, because its weight has no role of a matrix
             self._activations(name, "norm", x)
         for share in shares or ():
             # The rows of the matrix are the features of its output.
@@ -296,6 +306,7 @@ class Probe:
     def _leave_block(self, block: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         """A hook on blocks: measures a layer's output, alone and against its input."""
         self._within.pop()
+        # The stream before and after the block: the first tensor of floats with two or more dimensions on each side.
         x, y = (next((t for t in _tensors(value) if t.is_floating_point() and t.dim() > 1), None)
                 for value in ((args, kwargs), out))  # fmt: skip
         if y is not None:
@@ -310,7 +321,8 @@ class Probe:
         self._put(name, "layer", "rank", _effective_rank(y.detach().double()))
 
     def _hear(self, event: str, name: str, first_row: int, tensors: list[Tensor]) -> None:
-        """Measures what a pass of the loop's Transformer computes (`Listener` in src/bindings/listener.rs)."""
+        """Measures what the loop's Transformer reports in a pass. `event` says what `tensors` hold. `name` is that of a
+        norm or matrix, and `first_row` the first of the matrix's rows in a product (src/bindings/listener.rs)."""
         with torch.no_grad():
             if event == "pass":
                 self._coming, self._within = iter(self._layers), []
@@ -320,7 +332,7 @@ class Probe:
             elif event == "layer":
                 self._layer(self._layers[self._within.pop()][0], self._input, *tensors)
             elif event == "norm":
-                # The Transformer has no module for a norm without parameters; then this adds nothing.
+                # A norm without parameters has no module in the Transformer, so nothing is added for it.
                 self._norms.update(module for module, module_name in self._names.items() if module_name == name)
                 self._activations(name, "norm", tensors[0].detach())
             elif event == "product":
@@ -332,6 +344,7 @@ class Probe:
         """Measures y, the product of x with a matrix's rows from `first_row` on, by role."""
         name = matrix.rpartition(".")[0]
         for share in self._shares.get(matrix, ()):
+            # Row r of the matrix computes column r − first_row of y.
             columns = share.rows - first_row
             columns = columns[(columns >= 0) & (columns < y.shape[-1])]
             if len(columns):
@@ -347,22 +360,24 @@ class Probe:
         # The number of this block's attentions in this pass so far. Their names are "NAME", "NAME (2)", …
         earlier = sum(key[0].partition(" (")[0] == name for key in self._passes if key[2] == "logit")
         name = f"{name} ({earlier + 1})" if earlier else name
-        largest, entropy, queries = -math.inf, 0.0, 0
+        largest, entropy_sum, queries = -math.inf, 0.0, 0
         head_maxima: list[float] = []
         for part in logits:
             is_visible = part > MASKED
             visible = part.masked_fill(~is_visible, -math.inf)
-            entropies = torch.special.entr(visible.softmax(-1)).sum(-1)[is_visible.any(-1)]
+            entropies = torch.special.entr(visible.softmax(-1)).sum(-1)
+            entropies = entropies[is_visible.any(-1)]  # a query that sees no key has no weights
             largest = max(largest, float(visible.max()))
-            entropy, queries = entropy + float(entropies.sum()), queries + entropies.numel()
+            entropy_sum, queries = entropy_sum + float(entropies.sum()), queries + entropies.numel()
             if visible.dim() > 3:
-                by_head = visible.flatten(1, -3)  # grouped heads may have two dimensions
+                # Grouped heads may have two dimensions. They become one: (B, heads, queries, keys).
+                by_head = visible.flatten(1, -3)
                 maxima = by_head.transpose(0, -3).flatten(1).amax(1).tolist()
-                head_maxima = [*map(max, maxima, head_maxima or maxima)]  # none before the first part
+                head_maxima = [*map(max, maxima, head_maxima or maxima)]  # the first part has no earlier maxima
         for head, value in enumerate(head_maxima):
             self._passes[f"{name} head {head}", f"head {head}", "head_logit"] = (layer, value)
         self._passes[name, "attention", "logit"] = (layer, largest)
-        self._passes[name, "attention", "entropy"] = (layer, entropy / queries if queries else math.nan)
+        self._passes[name, "attention", "entropy"] = (layer, entropy_sum / queries if queries else math.nan)
 
 
 def probe(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> Readings:
@@ -379,6 +394,7 @@ def probe(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = N
     watch, run = Probe(model, batch), caller(model, batch)
     if run is None:
         raise InputError(f"probe needs a batch for a {type(model).__name__}, whose configuration names no input")
+    # Gradients that the parameters have already are put back at the end.
     gradients = {name: p.grad for name, p in model.named_parameters()}
     try:
         for p in model.parameters():
@@ -417,16 +433,20 @@ def _shares_of_loop(model: Transformer) -> dict[str, list[_Share]]:
         module, _, leaf = name.rpartition(".")
         if leaf == "in_proj_weight":  # its rows are those of queries, keys and values, in this order
             rows = len(parameter)
+            # Tensorized attention has equal thirds. Otherwise grouped keys and values may have fewer rows than queries.
             queries = rows // 3 if model.config.attention == "tensorized" else model.config.d_model
             sizes = [queries, (rows - queries) // 2, (rows - queries) // 2]
-            shares[name] = [_Share(role, -2, part) for role, part in zip("qkv", torch.arange(rows).split(sizes))]
+            shares[name] = [
+                _Share(role, axis=-2, rows=part) for role, part in zip("qkv", torch.arange(rows).split(sizes))
+            ]
         elif leaf == "weight" and (role := _ROLES_OF_LOOP.get(module.rpartition(".")[2])):
-            shares[name] = [_Share(role, -2, torch.arange(len(parameter)))]
+            shares[name] = [_Share(role, axis=-2, rows=torch.arange(len(parameter)))]
     return shares
 
 
 def _effective_rank(y: Tensor) -> float:
-    """Returns e to the entropy of the singular values over their sum; nan if a number is not finite."""
+    """Returns e to the entropy of the singular values over their sum, of y (…, d) as a matrix with d columns. Returns
+    NaN if a number is not finite."""
     if not y.numel() or not y.isfinite().all():
         return math.nan
     values = torch.linalg.svdvals(y.reshape(-1, y.shape[-1]))

@@ -38,7 +38,8 @@ def main() -> None:
     if here:
         gpu.here(options, only)
     else:
-        # On SIGTERM this process exits as after Ctrl-C, and so ends the section's process, too. 143 is 128 + SIGTERM.
+        # On SIGTERM this process exits as after Ctrl-C, so that it also ends the section's process. The exit code is
+        # 128 + SIGTERM = 143.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         gpu.measure(options, only, limit)
 

@@ -33,7 +33,8 @@ def losses(figures: Figures, device: str) -> None:
     for precision, allowed in ALLOWED.items():
         what = f"ten losses as on the CPU, {precision}"
         with figures.attempt("losses", what):
-            on_device, on_cpu = (history(TINY, d, 10, precision, FEW).loss for d in (device, "cpu"))
+            runs = (history(TINY, d, updates=10, precision=precision, count=FEW) for d in (device, "cpu"))
+            on_device, on_cpu = (run.loss for run in runs)
             difference = float(np.abs(on_device - on_cpu).max())
             figures.add("losses", what, difference, "largest difference", allowed, most=True)
 
@@ -63,7 +64,7 @@ def tests(figures: Figures, folder: Path, device: str) -> None:
 
 def sanitized(figures: Figures, folder: Path, device: str, tool: str) -> None:
     """Runs a selection of the tests, with some for each kernel, under a tool of compute-sanitizer. torch's caching
-    allocator is off, because it would hide writes beside a tensor."""
+    allocator is off, because it would hide writes beside a tensor. `tool` is such as memcheck or racecheck."""
     with figures.attempt(tool, "compute-sanitizer"):
         sanitizer = shutil.which("compute-sanitizer")
         if sanitizer is None:

@@ -13,6 +13,7 @@ from .. import _core
 from ..pictures.curves import literal
 
 Row = dict[str, str]
+"""A row of gpu.csv: the name of each column → its text."""
 
 
 class Figures:
@@ -20,6 +21,7 @@ class Figures:
     later one, replaces the earlier one."""
 
     def __init__(self, folder: Path, device: str) -> None:
+        """Makes the folder. Ends the program if gpu.csv there holds figures of another device."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.path = folder, folder / "gpu.csv"
         self.on_cuda = device.startswith("cuda")
@@ -39,8 +41,8 @@ class Figures:
     def add(
         self, section: str, what: str, value: float | str, unit: str, bar: float | None = None, most: bool = False
     ) -> None:
-        """Adds a figure and prints it. `bar` is the value that it should reach on a GPU; with `most` it is the value
-        that it should not exceed."""
+        """Adds the figure `what` and prints it. `value` is a number, or a text in its place. `bar` is the value that it
+        should reach on a GPU, None for no demand; with `most` it is the value that it should not exceed."""
         bar = bar if self.on_cuda else None
         shown = value if isinstance(value, str) else f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
         met = ""
@@ -49,6 +51,7 @@ class Figures:
         shown_bar = "" if bar is None else f"{bar:g}"
         row = {"section": section, "what": what, "value": shown, "unit": unit, "bar": shown_bar, "met": met}
         row |= self.common
+        # The new row is the last one, so it replaces an earlier row of the same section and figure.
         self._write({(row["section"], row["what"]): row for row in [*self.rows(), row]})
         print(line(row), flush=True)
 
@@ -64,13 +67,13 @@ class Figures:
 
     def forget_unmeasured(self, section: str) -> None:
         """Removes the section's rows that read "unmeasured", before the section is measured again."""
-        kept = [r for r in self.rows() if r["section"] != section or not r["value"].startswith("unmeasured")]
+        kept = [row for row in self.rows() if row["section"] != section or not row["value"].startswith("unmeasured")]
         self._write({(row["section"], row["what"]): row for row in kept})
 
     def _write(self, rows: dict[tuple[str, str], Row]) -> None:
         """Replaces gpu.csv by these rows: (section, what) → the row."""
         names = ["section", "what", "value", "unit", "bar", "met", *self.common]
-        aside = self.path.with_suffix(".part")  # a kill while it is written leaves gpu.csv unchanged
+        aside = self.path.with_suffix(".part")  # gpu.csv stays whole if a kill interrupts the writing
         with aside.open("w", newline="") as file:
             writer = csv.DictWriter(file, names, lineterminator="\n")
             writer.writeheader()
@@ -82,6 +85,7 @@ class Figures:
         matplotlib."""
         from matplotlib.figure import Figure
 
+        # barh draws from the bottom up, so the last row comes first.
         shares = [row for row in reversed(self.rows()) if row["unit"] == "of the copy"]
         if not shares:
             return

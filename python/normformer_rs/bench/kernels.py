@@ -15,8 +15,10 @@ from .figures import Figures
 OPS = torch.ops.normformer_rs
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 WIDTH = 1024
+"""The number of features in a row of the measured tensors."""
 EPS = 1e-5
 REPEATS = 20
+"""The number of calls whose times give a median."""
 CALLS = 10
 """The number of calls that one CUDA graph records."""
 BARS = {"layer_norm": (0.9, 0.85), "rms_norm": (0.9, 0.85), "scale_norm": (0.9, 0.85), "power_norm": (0.8, 0.8)}
@@ -36,7 +38,7 @@ def seconds(run: Callable[[], object], device: str, repeats: int = REPEATS) -> f
             run()
             times.append(time.perf_counter() - start)
         return statistics.median(times)
-    awaken(device, 0.1)  # the GPU may have lowered its clock rate during the compilation
+    awaken(device, duration=0.1)  # the GPU may have lowered its clock rate during the compilation
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for before, after in events:
         before.record()
@@ -85,7 +87,8 @@ def compiled(figures: Figures, device: str, megabytes: int) -> None:
 
 
 def compiled_layer_norm(x: Tensor) -> Norm:
-    """Returns torch's layer norm of x (rows, WIDTH), compiled for this shape."""
+    """Returns torch's layer norm of x (rows, WIDTH), compiled for this shape, with its name and the tensors that get a
+    gradient."""
     x = x.detach().requires_grad_()
     weight, bias = (torch.ones(WIDTH, device=x.device, dtype=x.dtype).requires_grad_() for _ in range(2))
     call = torch.compile(lambda: F.layer_norm(x, (WIDTH,), weight, bias, EPS), dynamic=False)
@@ -112,7 +115,7 @@ def shares(figures: Figures, section: str, name: str, x: Tensor, norms: Iterable
 
 
 def norm_seconds(call: Callable[[], Tensor], inputs: list[Tensor], device: str) -> tuple[float, float]:
-    """Returns the median seconds of the forward pass and of the backward pass."""
+    """Returns the median seconds of the forward pass `call`, and of the backward pass to the tensors `inputs`."""
     forward = seconds(lambda: call().detach(), device)
     y = call()
     dy = torch.randn_like(y)
@@ -125,6 +128,7 @@ def norms(x: Tensor) -> Iterator[Norm]:
     x = x.detach().requires_grad_()
     width, device = x.shape[-1], x.device
     weight, bias = (torch.ones(width, device=device).requires_grad_() for _ in range(2))
+    # The functions of torch and Liger get weights in x's dtype, the package's own operators weights in f32.
     own_weight, own_bias = (t.detach().to(x.dtype).requires_grad_() for t in (weight, bias))
     gain = torch.ones(1, device=device).requires_grad_()
     power_norm = nn.PowerNorm(width, warmup_iters=0, device=device)
@@ -136,8 +140,10 @@ def norms(x: Tensor) -> Iterator[Norm]:
     yield "F.rms_norm", lambda: F.rms_norm(x, (width,), own_weight, EPS), [x, own_weight]
 
     def liger() -> Tensor:
+        """Returns Liger's RMSNorm of x. The import is here, so that a missing Liger leaves only this norm out."""
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # type: ignore[import-not-found]
 
+        # The last arguments are an offset of the weight, the mode of casts, and whether dy may be overwritten.
         return LigerRMSNormFunction.apply(x, own_weight, EPS, 0.0, "llama", False)
 
     yield "Liger's rms_norm", liger, [x, own_weight]
@@ -145,7 +151,8 @@ def norms(x: Tensor) -> Iterator[Norm]:
 
 def residual(x: Tensor, p: float, device: str) -> float:
     """Returns the speed-up of the fused residual step, forward and backward: the time of dropout, addition and layer
-    norm in separate PyTorch calls, divided by the time of the fused step."""
+    norm in separate PyTorch calls, divided by the time of the fused step. `p` is the rate of dropout."""
+    # x is the residual stream, f the output of a sublayer.
     x, f = (t.detach().requires_grad_() for t in (x, torch.randn_like(x)))
     weight, bias = (torch.ones(x.shape[-1], device=x.device, dtype=x.dtype).requires_grad_() for _ in range(2))
     # The seed of dropout masks: (seed, update, micro-batch).
@@ -153,11 +160,13 @@ def residual(x: Tensor, p: float, device: str) -> float:
     gradients = (torch.randn_like(x), torch.randn_like(x))
 
     def unfused() -> None:
+        """Runs dropout, addition and layer norm one by one, forward and backward."""
         x_plus = x + F.dropout(f, p)
         torch.autograd.grad((x_plus, F.layer_norm(x_plus, x.shape[-1:], weight, bias)), inputs, gradients)
 
     def fused() -> None:
-        # The factors of x and f are None, that is 1; the last argument is the number of the dropout site.
+        """Runs the fused residual step, forward and backward."""
+        # None stands for a factor of 1 on x and on f. The last argument is the number of the dropout site.
         x_plus, y, _ = OPS.layer_norm_residual(x, f, None, None, weight, bias, EPS, p, seed, 0)
         torch.autograd.grad((x_plus, y), inputs, gradients)
 
@@ -177,14 +186,14 @@ def small(figures: Figures, device: str) -> None:
     }
     times = {}
     for name, call in calls.items():
-        # The default binds the call of this turn of the loop.
+        # A function reads a loop's variable only when it runs, so the default keeps the call of this turn.
         def run(call: Callable[[], Tensor] = call) -> None:
             torch.autograd.grad(call(), (x, weight, bias), dy)
 
         times[name] = seconds(captured(run, CALLS).replay, device) / CALLS
         figures.add("graph", f"{name}, 4096×512, bf16", times[name] * 1e6, "µs")
     ratio = times["F.layer_norm"] / times["layer_norm"]
-    figures.add("graph", "layer_norm against F.layer_norm", ratio, "times as fast", 1.0)
+    figures.add("graph", "layer_norm against F.layer_norm", ratio, "times as fast", bar=1.0)
 
 
 def captured(run: Callable[[], None], calls: int) -> Any:

@@ -22,8 +22,8 @@ from .figures import Figures
 MAX_TOKENS = 4096
 BASE = {"d_model": 512, "d_ff": 2048, "heads": 8, "encoder_layers": 6, "decoder_layers": 6, "dropout": 0.1}
 TINY = {"d_model": 64, "d_ff": 128, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.1}
-# Both models have dropout of embeddings and sublayers only. Attention weights have none, because scaled dot-product
-# attention draws other masks on a GPU than on a CPU.
+# This package's model and torch's have dropout of embeddings and sublayers only. Attention weights have no dropout,
+# because scaled dot-product attention draws other masks on a GPU than on a CPU.
 PLAIN: dict[str, Any] = {"attention_dropout": 0.0, "activation_dropout": 0.0, "tie_embeddings": "all"}
 SPECIAL = 4
 """The number of vocabulary entries before the words: beginning, padding, end, unknown."""
@@ -48,18 +48,19 @@ def size(device: str) -> tuple[dict[str, Any], int]:
 
 
 def types(count: int) -> int:
-    """Returns the size of the vocabulary for `count` sentences. It is a multiple of 8 if `count` is even."""
+    """Returns the size of the vocabulary for `count` sentences, whose 5·count or more words suffice for all entries. It
+    is a multiple of 8 if `count` is even."""
     return min(8192, 4 * count)
 
 
 def sentences(count: int) -> list[list[int]]:
     """Returns `count` sentences of 5 to 47 words. Each word occurs at least once, so that a vocabulary read from the
     text has all words; the rest are drawn by Zipf's law."""
-    draw, words = random.Random(1), range(types(count) - SPECIAL)
-    lengths = [draw.randint(5, 47) for _ in range(count)]
+    generator, words = random.Random(1), range(types(count) - SPECIAL)
+    lengths = [generator.randint(5, 47) for _ in range(count)]
     weights = [1 / (rank + 10) for rank in words]
-    drawn = [*words, *draw.choices(words, weights, k=sum(lengths) - len(words))]
-    draw.shuffle(drawn)
+    drawn = [*words, *generator.choices(words, weights, k=sum(lengths) - len(words))]
+    generator.shuffle(drawn)
     return [[drawn.pop() for _ in range(length)] for length in lengths]
 
 
@@ -71,9 +72,10 @@ def corpus(count: int) -> Iterator[DataConfig]:
     with tempfile.TemporaryDirectory() as folder:
         files: dict[str, Any] = {}
         for part, chosen in (("train", sentences(count)), ("valid", held_out)):
-            for side, step in (("source", 1), ("target", -1)):
+            for side, step in (("source", 1), ("target", -1)):  # a step of −1 reverses a sentence
                 path = Path(folder) / f"{part}.{side}"
-                path.write_text("".join(" ".join(f"w{word}" for word in s[::step]) + "\n" for s in chosen))
+                lines = (" ".join(f"w{word}" for word in sentence[::step]) for sentence in chosen)
+                path.write_text("".join(line + "\n" for line in lines))
                 files[f"{part}_{side}"] = str(path)
         yield DataConfig(**files, no_bpe=True)
 
@@ -81,18 +83,20 @@ def corpus(count: int) -> Iterator[DataConfig]:
 def history(
     shape: dict[str, Any], device: str, updates: int, precision: Precision, count: int, cuda_graphs: bool = True
 ) -> History:
-    """Returns the history of a run of the training loop.
+    """Returns the history of a run of the training loop. `shape` are options of the model's size, `count` is the number
+    of sentences.
 
     Errors: RuntimeError if the run logs a warning other than that of slow bf16 products, or if its vocabulary has
     another size than `types` gives.
     """
     model = TransformerConfig(**shape, **PLAIN, norm="layernorm", residual="prenorm")
+    # The first evaluation would come after the last update, so that none interrupts the measured updates.
     training = TrainingConfig(
         updates=updates, max_tokens=MAX_TOKENS, device=device, precision=precision, lr=1e-3, warmup=100, clip_norm=1.0,
         evaluate_every=updates + 1, keep=1, cuda_graphs=cuda_graphs,
     )  # fmt: skip
     with corpus(count) as data, tempfile.TemporaryDirectory() as output:
-        made = Trainer(model, training, data).fit(output, progress=False, tensorboard=False, curves=False)
+        measured = Trainer(model, training, data).fit(output, progress=False, tensorboard=False, curves=False)
         for event in map(json.loads, (Path(output) / LOG).read_text().splitlines()):
             # Any warning ends the measurement, since it may say that there are no CUDA graphs. The one about slow bf16
             # products is allowed: it comes on CPUs only, and of a CPU's run only the losses are compared.
@@ -100,7 +104,7 @@ def history(
                 raise RuntimeError(event["text"])
             if event.get("vocabulary", types(count)) != types(count):
                 raise RuntimeError(f"{event['vocabulary']} types, not {types(count)}")
-    return made
+    return measured
 
 
 def ours(figures: Figures, device: str, updates: int) -> None:
@@ -108,12 +112,12 @@ def ours(figures: Figures, device: str, updates: int) -> None:
     shape, count = size(device)
     for name, cuda_graphs in ((OURS, True), (UNRECORDED, False)):
         with figures.attempt("training", name):
-            made = history(shape, device, updates, "bf16", count, cuda_graphs)
+            measured = history(shape, device, updates, "bf16", count, cuda_graphs)
             # The first batch of a shape runs without a graph, and the second is recorded as a graph. Every epoch (28
             # batches) has the same shapes, so from the third epoch on all batches are replayed.
-            if figures.on_cuda and (updates < WINDOW or made.epoch[-WINDOW] < 3):
+            if figures.on_cuda and (updates < WINDOW or measured.epoch[-WINDOW] < 3):
                 raise ValueError(f"{updates} updates are too few: the latest {WINDOW} must be of the third epoch on")
-            figures.add("training", name, float(made.tokens_per_second[-1]), RATE)
+            figures.add("training", name, float(measured.tokens_per_second[-1]), RATE)
 
 
 def reference(figures: Figures, device: str, updates: int) -> None:
@@ -142,8 +146,8 @@ def compare(figures: Figures) -> None:
             figures.add("training", what, "unmeasured: a rate is missing", "")
 
     ratio("CUDA graphs against none", [UNRECORDED])
-    ratio("against eager", [EAGER], 2.0)
-    ratio("against the better compiled form", COMPILED, 1.2)
+    ratio("against eager", [EAGER], bar=2.0)
+    ratio("against the better compiled form", COMPILED, bar=1.2)
 
 
 class Reference(nn.Module):
@@ -186,24 +190,24 @@ def batches(device: str, count: int) -> list[tuple[Tensor, Tensor, Tensor, int]]
     """Returns batches of (source, decoder input, decoder output, number of real target tokens). Each batch is full, and
     its width is a multiple of 8, so that there are only six shapes."""
     chosen = sorted(sentences(count), key=len)
-    found, start = list[tuple[Tensor, Tensor, Tensor, int]](), 0
+    made, start = list[tuple[Tensor, Tensor, Tensor, int]](), 0
     while start < len(chosen):
         width = -(-(len(chosen[start]) + 1) // 8) * 8  # the words and an end, rounded up to a multiple of 8
         group = [s for s in chosen[start : start + MAX_TOKENS // width] if len(s) < width]
         start += len(group)
-        if len(group) < MAX_TOKENS // width and found:  # not full; left out, unless it would be the only batch
+        if len(group) < MAX_TOKENS // width and made:  # not full; left out, unless it would be the only batch
             continue
         rows = [[SPECIAL + word for word in s] for s in group]
 
-        # The default binds the width of this turn of the loop.
+        # A function reads a loop's variable only when it runs, so the default keeps the width of this turn.
         def padded(rows: list[list[int]], width: int = width) -> Tensor:
             return torch.tensor([row + [PAD] * (width - len(row)) for row in rows], device=device)
 
         # 0 begins a sentence and 2 ends it; targets are the reversed sources.
         source, output = padded([[*row, 2] for row in rows]), padded([[*row[::-1], 2] for row in rows])
-        found.append((source, padded([[0, *row[::-1]] for row in rows]), output, sum(len(row) + 1 for row in rows)))
-    random.Random(2).shuffle(found)
-    return found
+        made.append((source, padded([[0, *row[::-1]] for row in rows]), output, sum(len(row) + 1 for row in rows)))
+    random.Random(2).shuffle(made)
+    return made
 
 
 def torch_rate(device: str, updates: int, mode: str | None) -> float:

@@ -31,7 +31,7 @@ def check_model(folder: str | PathLike[str], checkpoint: str = "best") -> None:
     """Raises InputError if the folder holds no run, or if the run has no checkpoint of that name or update."""
     check_run(folder)
     if len(Path(checkpoint).parts) > 1 or os.path.exists(checkpoint):
-        return  # a path to a checkpoint, which the extension module checks
+        return  # the value is a path, and the extension module checks the checkpoint there
     checkpoints = Path(folder, CHECKPOINTS)
     names = sorted(path.name for path in checkpoints.iterdir()) if checkpoints.is_dir() else []
     if checkpoint in names or (checkpoint in _LINKS and names):
@@ -73,11 +73,11 @@ def check_data(model: TransformerConfig, data: DataConfig) -> None:
     given: dict[str, Any] = data.asdict()
     if given["data_bin"] is not None:
         return
-    is_sided = model.architecture == "encoder-decoder"  # type: ignore[attr-defined]
+    has_source = model.architecture == "encoder-decoder"  # type: ignore[attr-defined]
     for part in ("train", "valid"):
         if not given[f"{part}_target"]:
             raise InputError(f"{part}_target is missing: give a text file, one sentence a line")
-        if is_sided and given[f"{part}_source"] is None:
+        if has_source and given[f"{part}_source"] is None:
             raise InputError(
                 f"{part}_source is missing: an encoder-decoder model needs source and target files (a language model "
                 'is architecture = "decoder-only")'

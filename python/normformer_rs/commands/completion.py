@@ -9,7 +9,7 @@ from ..config import DataConfig, TrainingConfig, TransformerConfig
 from .options import Parser
 
 SHELLS = ("bash", "zsh", "tcsh")
-# An option's value is completed by its name in the help text (metavar), or else from the option's choices.
+# Tab completes a value as a file or folder if the option's metavar is one of these, and else from its choices.
 _FILES = {"FILE", "FILE.toml", "PATH", "RUN"}
 _FOLDERS = {"DIR"}
 _CHOICES = {
@@ -33,7 +33,7 @@ class PrintCompletion(argparse.Action):
                     action.complete = shtab.FILE  # type: ignore[attr-defined]  # the attribute that shtab reads
                 elif action.metavar in _FOLDERS:
                     action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-                elif action.choices is None and action.nargs != 0:
+                elif action.choices is None and action.nargs != 0:  # a switch has nargs = 0, and no value
                     action.choices = _CHOICES.get(action.dest)
         print(shtab.complete(parser, shell=values))
         parser.exit()

@@ -53,6 +53,7 @@ def _processor() -> Iterator[str]:
     threads = torch.get_num_threads()
     if threads > cores:
         yield f"torch has {threads} threads for {cores} cores: set OMP_NUM_THREADS={cores}"
+    # None lets the kernels use the best instruction set that the processor has.
     if platform.machine() == "x86_64" and _core.cpu_level(None) == "baseline":
         yield "the processor has no AVX2: kernels run, several times slower"
 

@@ -14,6 +14,7 @@ def parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs evaluate`."""
 
     def add(parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of the command to its parser."""
         bleu = parser.add_argument_group("BLEU of translations")
         bleu.add_argument("--hypothesis", metavar="FILE", help="Translations, one a line.")
         bleu.add_argument("--reference", metavar="FILE", required=True, help="Reference translations.")

@@ -11,6 +11,7 @@ def parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs export`."""
 
     def add(parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of the command to its parser."""
         parser.add_argument("--model", metavar="DIR", required=True, help="The --output of training.")
         names = "best, last, average or an update's number. Default: best."
         parser.add_argument("--checkpoint", metavar="NAME", default="best", help=names)

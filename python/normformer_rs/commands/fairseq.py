@@ -22,6 +22,7 @@ def parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs fairseq`."""
 
     def add(parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of the command to its parser."""
         parser.add_argument("command", metavar="COMMAND", help=f"One of {', '.join(COMMANDS)}.")
         rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="The arguments of fairseq-COMMAND.")
         rest.required = False
@@ -41,7 +42,7 @@ def _run(args: argparse.Namespace) -> None:
     except (ImportError, KeyboardInterrupt):
         raise
     except Exception:
-        traceback.print_exc()  # an error of fairseq's own
+        traceback.print_exc()  # the error is fairseq's own, so a traceback helps
         raise SystemExit(1) from None
 
 
@@ -83,9 +84,11 @@ def check(command: str, arguments: Sequence[str]) -> None:
     known = COMMANDS[command]
 
     def is_given(option: str) -> bool:
-        joined = option + "=" if option.startswith("--") else option  # --arch=NAME, -sde
+        """Returns True if an argument is the option, alone or joined with its value."""
+        joined = option + "=" if option.startswith("--") else option  # such as --arch=NAME, or -sde for -s de
         return any(argument == option or argument.startswith(joined) for argument in arguments)
 
+    # The first option of a group stands for the whole group in the error.
     missing = [group[0] for group in known.needs if not any(map(is_given, group))]
     # fairseq itself handles --help and checks all other options. A command without any argument is an error here.
     if HELP.intersection(arguments) or (arguments and not missing):
@@ -100,6 +103,7 @@ def user_dir_parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs fairseq-user-dir`."""
 
     def run(_: argparse.Namespace) -> None:
+        """Prints the path of the plug-in's folder."""
         text.check_writable(text.STANDARD)
         print(Path(__file__).parents[1] / "fairseq_plugin")
 

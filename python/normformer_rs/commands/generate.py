@@ -17,6 +17,7 @@ def parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs generate`."""
 
     def add(parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of the command to its parser."""
         add_model(parser, required=True)
         prompts = parser.add_mutually_exclusive_group()
         repeated = "The beginning of a text; may be repeated, one text for each. A newline in it ends a sentence."
@@ -71,6 +72,7 @@ class Live:
     """
 
     def __init__(self, prompts: Sequence[str], samples: int, between: str) -> None:
+        """`samples` is the number of texts that continue each prompt."""
         self._waiting = [prompt for prompt in prompts for _ in range(samples)]
         """For each text the part that is not shown yet. At the start this is its prompt."""
         self._is_over = [False] * len(self._waiting)
@@ -81,7 +83,8 @@ class Live:
         """True if the last shown line has not ended yet."""
 
     def __call__(self, prompt: int, sample: int, new: str | None) -> None:
-        """Takes the new part of a text, or None if the text is over, and shows what may be shown now."""
+        """Takes the new part of a text, or None if the text is over, and shows what may be shown now. `prompt` is the
+        prompt's index, `sample` the index of the text among those of this prompt."""
         place = prompt * self._samples + sample
         if new is None:
             self._is_over[place] = True

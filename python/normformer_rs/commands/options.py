@@ -50,6 +50,7 @@ class _Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=28)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
+        """Returns an option as help shows it. argparse would show both forms of a switch, --NAME and --no-NAME."""
         if isinstance(action, argparse.BooleanOptionalAction):
             return "--[no-]" + action.option_strings[0].removeprefix("--")
         return super()._format_action_invocation(action)
@@ -65,6 +66,7 @@ class _Formatter(argparse.HelpFormatter):
         return "\n".join(indent + line for line in wrapped_lines)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
+        """Wraps an option's help text, without breaks at hyphens."""
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
@@ -119,7 +121,7 @@ class Parser(argparse.ArgumentParser):
             if name.startswith("--"):
                 name = name.replace("_", "-")
             args[i] = aliases.get(name, name) + equals + value
-            if not HELP.intersection(args):
+            if not HELP.intersection(args):  # with --help, argparse prints the help whatever else is given
                 self._check_flag(args[i].partition("=")[0])
         return super().parse_known_args(args, namespace)
 
@@ -135,6 +137,7 @@ class Parser(argparse.ArgumentParser):
         (file or sys.stderr).write(message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raises UsageError for a value that is none of the option's choices, with the closest choice."""
         if action.choices is not None and value not in action.choices:
             self.error(unknown(str(action.metavar).lower(), value, action.choices))
 
@@ -232,7 +235,7 @@ def read_toml(path: str | Path, known: Iterable[str], trust: bool = False) -> di
         content = tomllib.loads(read_small(path, pipe=True))
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file; expected a TOML file of options") from error
-    except InputError:
+    except InputError:  # this class is a ValueError, which the next clause would catch
         raise
     except (ValueError, RecursionError) as error:  # wrong syntax, or numbers and tables that Python's limits refuse
         raise InputError(f"{path}: not valid TOML: {error}") from error
@@ -266,14 +269,15 @@ def read_run(
 
 
 def _flat(content: dict[str, Any], path: str | Path, known: list[str], trust: bool) -> dict[str, Any]:
-    """Returns the options by name, both those at the top level of `content` and those in its tables."""
+    """Returns the options by name, both those at the top level of `content` and those in its tables. `path` is the file
+    that errors name; `trust` allows values that name code."""
     options: dict[str, Any] = {}
     for section, table in [("", content), *((name, content[name]) for name in SECTIONS if name in content)]:
         if not isinstance(table, dict):
             raise InputError(f"{path}: {section} must be a table, [{section}]; got {table!r}")
         for key, value in table.items():
             name = key.replace("-", "_")
-            if not section and name in SECTIONS:  # a table, which has its own turn of the outer loop
+            if not section and name in SECTIONS:  # the outer loop reads this table itself
                 continue
             if name not in known:
                 raise InputError(f'{path}: unknown option "{key}"{closest(name, known)}; {LISTED}')
@@ -299,7 +303,7 @@ def layered(preset: str | None, *layers: Mapping[str, Any]) -> dict[str, Any]:
     """Merges the options of a preset and of layers, each overriding those before it."""
     merged: dict[str, Any] = find_preset(preset) if preset is not None else {}
     for layer in layers:
-        if any(layer.get(name) for name in EXCLUSIVE):
+        if any(layer.get(name) for name in EXCLUSIVE):  # this layer replaces an earlier choice of the tokenisation
             merged = {name: value for name, value in merged.items() if name not in EXCLUSIVE}
         merged.update(layer)
     return merged

@@ -11,6 +11,7 @@ def parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs text`."""
 
     def add(parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of the command to its parser."""
         ends = ", ".join(text.RECORDS)
         about = f"A file ({ends}; plain or gzip), or the name of a data set of the Hugging Face hub."
         parser.add_argument("source", metavar="SOURCE", help=about)

@@ -14,6 +14,7 @@ def average_parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs average`."""
 
     def add(parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of the command to its parser."""
         parser.add_argument("--model", metavar="DIR", required=True, help="The --output of training.")
         which = parser.add_mutually_exclusive_group(required=True)
         which.add_argument("--last", metavar="N", type=int, help="The last N checkpoints.")
@@ -35,6 +36,7 @@ def plot_parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs plot`."""
 
     def add(parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of the command to its parser."""
         parser.add_argument("runs", metavar="RUN", nargs="+", help="The --output of training; several are overlaid.")
         where = (
             "The picture: .png, .svg or .pdf. Default: curves.png, in the run's folder if there is one run, else here."
@@ -58,6 +60,7 @@ def convert_parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs convert`."""
 
     def add(parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of the command to its parser."""
         parser.add_argument("--from", dest="origin", metavar="PATH", required=True, help="A .pt, or a run's --output.")
         parser.add_argument("--to", metavar="PATH", required=True, help="A new --output folder, or a new .pt.")
         parser.add_argument("--data", metavar="DIR", help="fairseq's binarised folder, for its dictionary.")

@@ -30,6 +30,7 @@ def parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs train`."""
 
     def add(parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of the command to its parser."""
         parser.usage = "%(prog)s --output DIR [OPTION …]"
         kinds = (DataConfig, TransformerConfig, TrainingConfig)
         # There is no flag for vocab_size, because the vocabulary's size follows from the data.
@@ -91,9 +92,9 @@ def _run(args: argparse.Namespace) -> None:
     trainer.chosen = plan.chosen
     if args.memory is not None:
         os.environ.setdefault("NORMFORMER_RS_ALLOCATOR", "return")
-        keep_memory()  # because of `return` above, this makes the process return freed memory at once
+        keep_memory()  # with the value "return" set above, the process returns freed memory at once
         trainer = trainer.within(in_bytes(args.memory))
-    if args.dry_run or plan.output is None:  # above, only a dry run may lack an output
+    if args.dry_run or plan.output is None:  # only a dry run has no output, as checked above
         needs = trainer.dry_run()
         trainer.warn(needs.parameters)
         print(f"parameters: {needs.parameters:,} ({size(needs.parameter_bytes)})")
@@ -145,7 +146,8 @@ def plan_of(args: argparse.Namespace) -> Plan:
         from .. import _core
 
         _core.check_run(output)
-        with using(*own_norms(flags | file)):  # config.json holds no classes; flags or file name a user's own norm
+        # The run's config.json may name a norm of the user's own, whose class only the flags or the file hold.
+        with using(*own_norms(flags | file)):
             run = read_run(output, sorted(known), args.from_checkpoint, args.trust)
     options = layered(flags.get("preset", file.get("preset")), run, file, flags)
     chosen = {*options, *flags, *file}
@@ -158,6 +160,7 @@ def demo_parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs demo`."""
 
     def add(parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of the command to its parser."""
         parser.add_argument("--output", metavar="DIR", default="runs/demo", help="Default: runs/demo.")
         parser.add_argument("--updates", metavar="N", type=int, help=f"Default: {demo.TRAINING['updates']}.")
         parser.add_argument("--no-progress", action="store_true", help="No progress bar.")
@@ -166,5 +169,6 @@ def demo_parser() -> Command:
 
 
 def _run_demo(args: argparse.Namespace) -> None:
+    """Trains the demo's model on made-up data."""
     text.check_writable(text.STANDARD)
     demo.run(args.output, updates=args.updates, progress=not args.no_progress)

@@ -16,6 +16,7 @@ def parser() -> Command:
     """Returns the help line, the function and the flags of `normformer-rs translate`."""
 
     def add(parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of the command to its parser."""
         add_model(parser, required=True)
         source = parser.add_mutually_exclusive_group()
         source.add_argument("--input", metavar="FILE", default=text.STANDARD, help="Source text; -: standard input.")
@@ -48,12 +49,12 @@ def _run(args: argparse.Namespace) -> None:
         lines = Binarised(args.data_bin, args.split, args.source_lang, args.target_lang)
     start = time.monotonic()
     options = {"checkpoint": args.checkpoint, "precision": args.precision, "device": args.device}
-    found = translate(args.model, lines, search, max_tokens=args.max_tokens, **options)
+    translations = translate(args.model, lines, search, max_tokens=args.max_tokens, **options)
     if search.n_best == 1:
-        text.write_lines(args.output, (hypotheses[0].text for hypotheses in found))
-    else:  # Moses' n-best format: number ||| text ||| score
-        numbered = ((i, h) for i, hypotheses in enumerate(found) for h in hypotheses)
+        text.write_lines(args.output, (hypotheses[0].text for hypotheses in translations))
+    else:  # the lines have Moses' n-best format: number ||| text ||| score
+        numbered = ((i, h) for i, hypotheses in enumerate(translations) for h in hypotheses)
         text.write_lines(args.output, (f"{i} ||| {h.text} ||| {h.score:.6f}" for i, h in numbered))
-    cut = sum(not hypothesis.finished for hypotheses in found for hypothesis in hypotheses)
+    cut = sum(not hypothesis.finished for hypotheses in translations for hypothesis in hypotheses)
     note = f"; the greatest length (--max-length) cut {cut:,} translations" if cut else ""
-    write(f"translated {len(found):,} lines in {duration(time.monotonic() - start)}{note}")
+    write(f"translated {len(translations):,} lines in {duration(time.monotonic() - start)}{note}")

@@ -34,8 +34,8 @@ from .first_values import Normal, number
 
 
 class Owner(NamedTuple):
-    """The module that owns the norms and parameters of a place: the width of its rows, and the prefix (`path`) and
-    suffix (`number`) of their names in the module."""
+    """The module that owns the norms and parameters of a declaration: the width of its rows, and the prefix (`path`)
+    and suffix (`number`) of their names in the module."""
 
     width: int
     path: str = ""
@@ -48,22 +48,23 @@ class Owner(NamedTuple):
         if isinstance(part, NormAt):
             width = self.width if part.width is None else part.width
             return NormAt(name + self.number, width, part.start)
+        # Sublayers share a parameter by its name, which then has no number, so `shared` itself need not be written.
         name += "" if part.shared else self.number
         shape = part.shape if isinstance(part.shape, list | tuple) else [part.shape]
-        # An array, which has a shape that is not (), becomes a list.
+        # An array becomes a list. Its shape is not empty, unlike that of a single number of numpy.
         value = [*part.value] if getattr(part.value, "shape", None) else part.value
         return part._replace(name=name, value=value, shape=shape, shared=False)
 
 
 def to_json(kind: Any, value: Any, owner: Owner, what: str) -> Any:
-    """Returns the value as the JSON that Rust reads. `what` names the value in messages. Errors: InputError for a
-    value of another type than `kind`."""
+    """Returns the value as the JSON that Rust reads. `owner`: the module that will own its norms and parameters;
+    `what`: the value's name in messages. Errors: InputError for a value of another type than `kind`."""
     return _codec(kind).write(value, owner, what)
 
 
-def from_json(kind: Any, found: Any) -> Any:
-    """Returns the value of type `kind` that Rust wrote as `found`."""
-    return _codec(kind).read(found)
+def from_json(kind: Any, stored: Any) -> Any:
+    """Returns the value of type `kind` that Rust wrote as `stored`."""
+    return _codec(kind).read(stored)
 
 
 def refusal(what: str, expected: str, value: Any) -> InputError:
@@ -75,7 +76,9 @@ class _Codec(NamedTuple):
     """The functions that write a type's values as JSON, and read them."""
 
     write: Callable[[Any, Owner, str], Any]
+    """Converts a value to JSON; it also gets the module that owns the value, and the value's name in messages."""
     read: Callable[[Any], Any]
+    """Makes the value from its JSON."""
 
 
 @functools.cache
@@ -90,11 +93,11 @@ def _codec(kind: Any) -> _Codec:
         return _optional(_codec(functools.reduce(operator.or_, kinds)))
     if isinstance(kind, UnionType):  # X | Sequence[X]
         return _one_or_list(_codec(kinds[0]))
-    # Sequence[X] has an argument, X; a named tuple has none.
+    # Only two kinds of types are left: Sequence[X], with the argument X, and named tuples, which have no argument.
     return _list(_codec(kinds[0])) if kinds else _fields(kind)
 
 
-def _leaf(check: Callable[[Any, str], Any], read: Callable[[Any], Any] = lambda found: found) -> _Codec:
+def _leaf(check: Callable[[Any, str], Any], read: Callable[[Any], Any] = lambda stored: stored) -> _Codec:
     """Returns the codec of a type without parts. `check` returns a value as JSON holds it, or raises; it gets the value
     and its name in messages. `read` makes the value from what JSON holds."""
     return _Codec(lambda value, _, what: check(value, what), read)
@@ -104,20 +107,22 @@ def _optional(codec: _Codec) -> _Codec:
     """Returns the codec of `X | None`, where `codec` is X's."""
 
     def write(value: Any, owner: Owner, what: str) -> Any:
+        """Returns the value as JSON. `what` names it in messages."""
         return None if value is None else codec.write(value, owner, what)
 
-    return _Codec(write, lambda found: None if found is None else codec.read(found))
+    return _Codec(write, lambda stored: None if stored is None else codec.read(stored))
 
 
 def _list(codec: _Codec) -> _Codec:
     """Returns the codec of a list of values that `codec` writes."""
 
     def write(value: Any, owner: Owner, what: str) -> Any:
+        """Returns the list as JSON. `what` names it in messages."""
         if not isinstance(value, Iterable) or isinstance(value, str):
             raise refusal(what, "a list", value)
         return [codec.write(item, owner, what) for item in value]
 
-    return _Codec(write, lambda found: tuple(map(codec.read, found)))
+    return _Codec(write, lambda stored: tuple(map(codec.read, stored)))
 
 
 def _one_or_list(codec: _Codec) -> _Codec:
@@ -125,10 +130,11 @@ def _one_or_list(codec: _Codec) -> _Codec:
     many = _list(codec)
 
     def write(value: Any, owner: Owner, what: str) -> Any:
+        """Returns the value, or the list of values, as JSON. `what` names it in messages."""
         is_list = isinstance(value, list | tuple) and not hasattr(value, "_fields")  # a named tuple is one X
         return (many if is_list else codec).write(value, owner, what)
 
-    return _Codec(write, lambda found: (many if isinstance(found, list) else codec).read(found))
+    return _Codec(write, lambda stored: (many if isinstance(stored, list) else codec).read(stored))
 
 
 def _enum(variants: Mapping[str, Any], expected: str) -> _Codec:
@@ -138,13 +144,14 @@ def _enum(variants: Mapping[str, Any], expected: str) -> _Codec:
     codecs = {tag: (int | float if kind is float else kind, _codec(kind)) for tag, kind in variants.items()}
 
     def write(value: Any, owner: Owner, what: str) -> Any:
+        """Returns {variant's name: content}. `what` names the value in messages."""
         for tag, (kind, codec) in codecs.items():
             if isinstance(value, kind):
                 return {tag: codec.write(value, owner, what)}
         raise refusal(what, expected, value)
 
-    def read(found: Any) -> Any:
-        ((tag, content),) = found.items()  # the dictionary has one entry
+    def read(stored: Any) -> Any:
+        ((tag, content),) = stored.items()  # the dictionary has one entry
         _, codec = codecs[tag]
         return codec.read(content)
 
@@ -159,6 +166,7 @@ def _gain() -> _Codec:
     curve, texts = _codec(Curve), {1.0: "one", GROWING: "growing"}
 
     def write(value: Any, owner: Owner, what: str) -> Any:
+        """Returns the gain as JSON. `what` names it in messages."""
         if isinstance(value, str | int | float) and value in texts:
             return texts[value]
         if isinstance(value, Curve):
@@ -166,28 +174,29 @@ def _gain() -> _Codec:
             return {fields.pop("kind"): fields}
         return plain.write(value, owner, what)
 
-    def read(found: Any) -> Any:
-        if isinstance(found, str):
-            return 1.0 if found == "one" else found
-        ((tag, content),) = found.items()
-        return plain.read(found) if tag in ("constant", "learned") else curve.read({"kind": tag, **content})
+    def read(stored: Any) -> Any:
+        if isinstance(stored, str):
+            return 1.0 if stored == "one" else stored
+        ((tag, content),) = stored.items()
+        return plain.read(stored) if tag in ("constant", "learned") else curve.read({"kind": tag, **content})
 
     return _Codec(write, read)
 
 
 def _change() -> _Codec:
     """Returns the codec of `Change`, {the kind: its content}."""
-    codecs = {kind: _codec(what) for kind, what in KINDS.items()}
+    codecs = {kind: _codec(content_type) for kind, content_type in KINDS.items()}
 
     def write(value: Any, owner: Owner, what: str) -> Any:
+        """Returns {the change's kind: its content}. `what` names the change in messages."""
         if not isinstance(value, Change):
             raise refusal(what, 'changes, as norm("norm") or keep("x")', value)
         if value.kind not in [*codecs]:  # in a list, because a kind of a wrong type may have no hash
             raise refusal(f"{what}: the kind of a change", f"one of {', '.join(codecs)}", value.kind)
         return {value.kind: codecs[value.kind].write(value.what, owner, f"{what}: {value.kind}")}
 
-    def read(found: Any) -> Any:
-        ((kind, content),) = found.items()
+    def read(stored: Any) -> Any:
+        ((kind, content),) = stored.items()
         return Change(kind, codecs[kind].read(content))
 
     return _Codec(write, read)
@@ -198,6 +207,7 @@ def _changes() -> _Codec:
     many = _list(_codec(Change))
 
     def write(value: Any, owner: Owner, what: str) -> Any:
+        """Returns a list of changes as JSON. `what` names them in messages."""
         is_list = isinstance(value, Iterable) and not isinstance(value, Change | str)
         return many.write(value if is_list else [value], owner, what)
 
@@ -211,21 +221,22 @@ def _stream() -> _Codec:
     def write(value: Any, owner: Owner, what: str) -> Any:
         return {"norm": norm.write(value, owner, what)}
 
-    return _Codec(write, lambda found: norm.read(found["norm"]))
+    return _Codec(write, lambda stored: norm.read(stored["norm"]))
 
 
 def _first_values() -> _Codec:
     """Returns the codec of initial values: a number, a list, or {"normal": std}."""
 
     def write(value: Any, _: Owner, what: str) -> Any:
+        """Returns the initial value as JSON. `what` names it in messages."""
         if isinstance(value, Normal):
             return {"normal": number(value.std, what)}
         return [number(item, what) for item in value] if isinstance(value, list | tuple) else number(value, what)
 
-    def read(found: Any) -> Any:
-        if isinstance(found, dict):
-            return Normal(found["normal"])
-        return tuple(found) if isinstance(found, list) else found
+    def read(stored: Any) -> Any:
+        if isinstance(stored, dict):
+            return Normal(stored["normal"])
+        return tuple(stored) if isinstance(stored, list) else stored
 
     return _Codec(write, read)
 
@@ -241,9 +252,10 @@ def _fields(kind: Any) -> _Codec:
     defaults = {name: kind._field_defaults[name] for name in _LEFT_OUT if name in codecs}
 
     def write(value: Any, owner: Owner, what: str) -> Any:
+        """Returns the fields by name. `what` names the value in messages."""
         if not isinstance(value, kind):
             raise refusal(what, expected.get(kind, f"a {kind.__name__}"), value)
-        if isinstance(value, Part):  # a norm or a parameter
+        if isinstance(value, Part):  # a norm or a parameter gets the name that it has in its module
             value = owner.own(value, what)
             what = f"{what}: {value.name}"
         written = {}
@@ -252,18 +264,19 @@ def _fields(kind: Any) -> _Codec:
                 written[name] = codecs[name].write(content, owner, f"{what}.{name}")
         return written
 
-    return _Codec(write, lambda found: kind(**{name: codecs[name].read(content) for name, content in found.items()}))
+    return _Codec(write, lambda stored: kind(**{name: codecs[name].read(content) for name, content in stored.items()}))
 
 
 def _text(value: Any, what: str) -> str:
-    """Checks that a value is a text, and returns it."""
+    """Checks that a value is a text, and returns it. `what`: its name in messages."""
     if not isinstance(value, str):
         raise refusal(what, "a text", value)
     return value
 
 
 def _whole(value: Any, what: str) -> int:
-    """Checks that a value is a whole number, as sizes and counts must be, and returns it."""
+    """Checks that a value is a whole number, as sizes and counts must be, and returns it. `what`: its name in
+    messages."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or abs(int(value)) >= 2**63:
         raise InputError(f"{what} must be a whole number of 64 bits; got {str(value)[:60]!r}")
     return int(value)
@@ -271,6 +284,7 @@ def _whole(value: Any, what: str) -> int:
 
 _GATES = {"joint": Joint, "permuted": Permuted, "each": Each, "channel": Channel, "sum": float}
 _MIXING = {"hyper": HyperConnection, "depth": DepthAttention}
+"""The types in the unions `Gates` and `Mixing`, by their names in JSON."""
 _CODECS: dict[Any, Callable[[], _Codec]] = {
     bool: lambda: _leaf(lambda value, _: bool(value)),
     int: lambda: _leaf(_whole),

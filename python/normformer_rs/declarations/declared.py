@@ -90,7 +90,8 @@ class Learned(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A gain computed from a parameter w: `sigmoid`, `co_sigmoid`, `magnitude` or `co_magnitude`."""
+    """A gain computed from a parameter w (`of`) and a temperature τ. `kind` is the name of the function that makes it:
+    sigmoid, co_sigmoid, magnitude or co_magnitude."""
 
     kind: str
     of: Learned
@@ -98,22 +99,22 @@ class Curve(NamedTuple):
 
 
 def sigmoid(of: Learned, temperature: float = 1.0) -> Curve:
-    """Returns the gain σ(w/τ)."""
+    """Returns the gain σ(w/τ), where w is the parameter `of`, and τ the temperature."""
     return Curve("sigmoid", of, temperature)
 
 
 def co_sigmoid(of: Learned, temperature: float = 1.0) -> Curve:
-    """Returns the gain √max(1 − σ(w/τ)², 10⁻³)."""
+    """Returns the gain √max(1 − σ(w/τ)², 10⁻³), where w is the parameter `of`, and τ the temperature."""
     return Curve("co_sigmoid", of, temperature)
 
 
 def magnitude(of: Learned, temperature: float = 1.0) -> Curve:
-    """Returns the gain |w/τ|."""
+    """Returns the gain |w/τ|, where w is the parameter `of`, and τ the temperature."""
     return Curve("magnitude", of, temperature)
 
 
 def co_magnitude(of: Learned, temperature: float = 1.0) -> Curve:
-    """Returns the gain 1 − |w/τ|."""
+    """Returns the gain 1 − |w/τ|, where w is the parameter `of`, and τ the temperature."""
     return Curve("co_magnitude", of, temperature)
 
 
@@ -152,7 +153,7 @@ class Change(NamedTuple):
 
 
 def norm(name: str = "norm", width: int | None = None, start: float = 1.0) -> Change:
-    """Normalises x with the stack's norm: N(x)."""
+    """Normalises x with the stack's norm: N(x). The arguments are the first three fields of `NormAt`."""
     return Change("norm", NormAt(name, width, start))
 
 
@@ -261,8 +262,8 @@ Gates = Joint | Permuted | Each | Channel | float
 
 
 class HyperConnection(NamedTuple):
-    """Reads x from n streams and writes F(x) to them: H⁺_j = g_j drop(F(Σ_i p_i⊙H_i)) + Σ_i R_ij H_i. At a stack's
-    end `gates` may be a number, which is every p_i."""
+    """Reads x from n streams H_i and writes F(x) to them: H⁺_j = g_j drop(F(Σ_i p_i⊙H_i)) + Σ_i R_ij H_i. `gates`
+    declares p, R and g. At a stack's end it may be a number, which is every p_i."""
 
     streams: int
     gates: Gates
@@ -328,7 +329,7 @@ class StackSpec(NamedTuple):
     end: Changes = ()
 
 
-# Functions of declarations.
+# The functions below search and change declarations.
 
 Part = NormAt | Learned
 

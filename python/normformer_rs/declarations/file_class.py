@@ -64,7 +64,7 @@ def _module(file: str) -> ModuleType:
         source = opened.read()
     stem = re.sub(r"\W", "_", os.path.basename(file).removesuffix(".py"))
     name = f"{_PREFIX}{stem}_{hashlib.sha256(source).hexdigest()[:16]}"
-    # An equal file in another folder has a module of its own.
+    # If a file with the same name and content in another folder is loaded already, this one gets a module of its own.
     if name in sys.modules and sys.modules[name].__file__ != path:
         name += "_" + hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:8]
     if name in sys.modules:
@@ -74,7 +74,7 @@ def _module(file: str) -> ModuleType:
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     code = loader.source_to_code(source, path)  # compiles the bytes that the name stands for, never a stale cache
-    sys.modules[name] = module  # before the code runs: dataclasses look their module up
+    sys.modules[name] = module  # comes before the code runs, because dataclasses look their module up
     try:
         exec(code, vars(module))
     except BaseException:
@@ -100,7 +100,7 @@ class FromFile:
 def _new(module: str, name: str) -> Any:
     """Returns an empty object of the class `name` of a file's `module`, for unpickling. Errors: InputError if the file
     is not loaded."""
-    # The module's name, as `_module` makes it: [1] is the file's stem; the digest of its content follows.
+    # `_module` makes the name out of the prefix, the file's stem, which is group 1, and a digest of its content.
     parsed = re.match(rf"{_PREFIX}(\w+)_[0-9a-f]{{16}}", module)
     loaded = sys.modules.get(module)
     if loaded is None and parsed is not None:  # a file of the same name and content may be loaded from elsewhere

@@ -77,11 +77,11 @@ class Norm(FromFile):
 
     def normalize(self, x: Any, *parameters: Any, **options: float) -> Any:
         """Returns y for x (…, width), f32 or f64, computed row by row with torch's operations, which autograd
-        follows. Parameters have their declared shapes."""
+        follows. Parameters have their declared shapes; options come by keyword."""
         raise NotImplementedError(f"{type(self).__name__} must say what it computes: def normalize(self, x, …)")
 
     def start(self, name: str, width: int) -> float:
-        """Returns a parameter's initial value; 0 if it is random."""
+        """Returns a parameter's initial value in a norm of this width; 0 if it is random."""
         value = self.parameters[name].start
         if isinstance(value, Normal):
             return 0.0
@@ -93,8 +93,8 @@ class Norm(FromFile):
         return number(value.std, f"{self!r}: the std of {name}") if isinstance(value, Normal) else 0.0
 
     def shape(self, name: str) -> str | list[int | str]:
-        """Returns a parameter's shape: a name, or the sides of a matrix, numbers and "width". Errors: InputError for
-        other words."""
+        """Returns a parameter's shape: "one", "width", or the two sides of a matrix, each a number or "width". Errors:
+        InputError for other words."""
         shape: Any = self.parameters[name].shape
         if isinstance(shape, str) and shape in ("one", "width"):
             return shape
@@ -169,14 +169,14 @@ _SERIAL = "\x1f"
 _USED: list[tuple[int, tuple[type[Norm], ...]]] = []
 """The classes given to `using`, the latest last, each with its thread."""
 _FOUND: weakref.WeakValueDictionary[str, Norm] = weakref.WeakValueDictionary()
-"""The norms that `_of` has found, by declaration. Their classes keep them alive."""
+"""The norms that `_norm_of` has found, by declaration. Their classes keep them alive."""
 
 
 def _register(cls: type[Norm]) -> None:
     """Adds a class to the register, once, with a serial number of its own."""
     if "_serial" not in vars(cls):
         _define()
-        # `_found` holds the norms that `_of` has found of this class.
+        # `_found` holds the norms that `_norm_of` has found of this class.
         cls._serial, cls._found = next(_NEXT), {}  # type: ignore[attr-defined]
         _SERIALS[cls._serial] = cls  # type: ignore[attr-defined]
         _CLASSES.setdefault(cls.name, []).insert(0, weakref.ref(cls))
@@ -240,10 +240,10 @@ def declared(data: Mapping[str, Any]) -> Norm:
     """
     _check_data(data)
     name, options = data["name"], data.get("options", {})
-    for _, classes in reversed(_USED):  # the innermost `using` first
+    for _, classes in reversed(_USED):  # the classes of the innermost `using` block come first
         for cls in classes:
-            if found := _fitting(cls, data):
-                return found
+            if fitting_norm := _fitting(cls, data):
+                return fitting_norm
     if not _known(name):
         raise InputError(
             f"norm {name!r} is a function in Python, which a run does not hold: import the module that declares it, or "
@@ -251,8 +251,8 @@ def declared(data: Mapping[str, Any]) -> Norm:
         )
     fitting = _fitting_of(name, data)
     if len(fitting) > 1:
-        # Classes of earlier runs of a notebook's cell may only wait for the garbage collector. The norms in the list
-        # would keep them alive.
+        # When a notebook's cell runs again, its old class stays until the garbage collector runs. The list is cleared
+        # first, because its norms would keep old classes alive.
         fitting.clear()
         gc.collect()
         fitting = _fitting_of(name, data)
@@ -335,7 +335,7 @@ def _alike(one: type[Norm], other: type[Norm]) -> bool:
     def own(cls: type[Norm]) -> dict[str, Any]:
         """Returns the attributes that a class adds to `Norm`, except for its declarations."""
         declared = {"name", "equation", "source", "parameters", "options", "_serial", "_found"}
-        # Only the class, and those of its bases that derive from `Norm`, count.
+        # The attributes come from the class and from those of its bases that derive from `Norm`.
         names = {name for kind in cls.__mro__[: cls.__mro__.index(Norm)] for name in vars(kind)} - declared
         return {name: getattr(cls, name) for name in names if name == "__init__" or not name.startswith("__")}
 
@@ -358,12 +358,13 @@ def _place(cls: type[Norm]) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
+    """Returns the names with commas between them; "nothing" if there are none."""
     return ", ".join(names) or "nothing"
 
 
-def _of(declaration: str) -> Norm:
+def _norm_of(declaration: str) -> Norm:
     """Returns the norm that a model's declaration describes: from the class that the model was made with, if that still
-    exists; otherwise as `declared` finds it for a file."""
+    exists; otherwise as `declared` finds it for a file. `declaration`: the norm's JSON, as `options_here` writes it."""
     norm = _FOUND.get(declaration)
     if norm is None:
         data = json.loads(declaration)
@@ -386,7 +387,7 @@ def _define() -> None:
     import torch
 
     library = torch.library.Library("normformer_rs", "FRAGMENT")
-    parameters = ", ".join(f"Tensor? p{i}" for i in range(8))  # as many as a norm may declare
+    parameters = ", ".join(f"Tensor? p{i}" for i in range(8))  # a norm may declare at most eight
     library.define(f"own_norm(Tensor x, {parameters}, str declaration) -> Tensor")
     library.impl("own_norm", _run, "CompositeImplicitAutograd")
     _defined.append(library)  # torch removes the operator once its library is deleted
@@ -395,7 +396,7 @@ def _define() -> None:
 def _run(x: Any, *given: Any) -> Any:
     """Computes the operator. `given`: the parameters, padded with None, and the norm's declaration."""
     *parameters, declaration = given
-    return in_wide(_of(declaration), x, [p for p in parameters if p is not None])
+    return in_wide(_norm_of(declaration), x, [p for p in parameters if p is not None])
 
 
 def in_wide(norm: Norm, x: Any, parameters: Any) -> Any:

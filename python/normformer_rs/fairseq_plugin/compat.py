@@ -83,6 +83,7 @@ def give_finders_find_module() -> None:
         return
 
     def find_module(self: FileFinder, name: str, path: Any = None) -> Any:
+        """Returns the loader of a module, or None if this finder does not find the module."""
         spec = self.find_spec(name)
         return None if spec is None else spec.loader
 
@@ -95,7 +96,7 @@ def lend_names_of_numpy_1() -> None:
     if hasattr(np, "int") and hasattr(np, "compat"):
         return
     substitute: Any = types.ModuleType("numpy")
-    substitute.__getattr__ = functools.partial(getattr, np)
+    substitute.__getattr__ = functools.partial(getattr, np)  # Python calls it for names that the module lacks
     substitute.int, substitute.float, substitute.compat = int, float, types.SimpleNamespace(long=int)
     for name in (
         "data.token_block_dataset",
@@ -132,6 +133,7 @@ def broadcast_objects() -> None:
     from fairseq.distributed import utils
 
     def broadcast_object_slow(obj: Any, src_rank: int, group: Any, dist_device: torch.device) -> Any:
+        """Returns, in each process of the group, the object that the process `src_rank` has given."""
         sent = [obj]  # torch replaces the objects in this list by those of `src_rank`
         dist.broadcast_object_list(sent, src=src_rank, group=group, device=dist_device)
         return sent[0]
@@ -150,8 +152,9 @@ def keep_half_precision_on_cpus() -> None:
 
     @functools.wraps(parse)
     def parse_args_and_arch(*arguments: Any, **named: Any) -> Any:
+        """Runs fairseq's function, then corrects the two options where there is no TPU or no GPU."""
         parsed = parse(*arguments, **named)
-        args = parsed[0] if isinstance(parsed, tuple) else parsed
+        args = parsed[0] if isinstance(parsed, tuple) else parsed  # fairseq may return (args, unknown words)
         if getattr(args, "bf16", False) and not available("torch_xla"):
             args.tpu = False
         if getattr(args, "fp16", False) and not torch.cuda.is_available():

@@ -78,8 +78,8 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
         logits, target, mask = self._prepare(model, net_output, sample)
         entries = logits.shape[-1] if mask is None else self._vocabulary(model)[1]
         if self.smoothing == "fairseq":
-            per_entry = self.eps / max(entries - 1, 1)  # B of the class's formula
-            on_target = 1 - self.eps - per_entry  # A of that formula
+            per_entry = self.eps / max(entries - 1, 1)  # the weight of every vocabulary entry: B
+            on_target = 1 - self.eps - per_entry  # the target's further weight: A
         else:
             per_entry = self.eps / entries
             on_target = 1 - self.eps

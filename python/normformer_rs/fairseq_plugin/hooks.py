@@ -26,6 +26,7 @@ def load_checkpoint(cfg: Any, trainer: Any, **options: Any) -> Any:
     """Runs fairseq's own function, then this package's checks and settings. Only fairseq-train calls it, before the
     first update."""
     extra, epochs = _load(cfg, trainer, **options)
+    # A resumed val-decay schedule still needs the result of the last validation.
     if extra is not None and isinstance(trainer.lr_scheduler, ValDecay):
         trainer.lr_scheduler.resume(extra)
     model = trainer.get_model()

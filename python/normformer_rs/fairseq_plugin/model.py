@@ -47,9 +47,11 @@ class SelfLayer(TransformerEncoderLayer):
 
     def forward(self, x: Tensor, own: Sight, **travelling: Any) -> Any:  # type: ignore[override]
         """Returns the output (N, d) for the rows x (N, d), which attend to `own`. `travelling` holds what the residual
-        scheme hands from layer to layer: `alpha_t` and `others`. The result is as that of `_run`."""
+        scheme hands from layer to layer: the factor `alpha_t` that grows in training, and `others`, the other residual
+        streams and kept tensors. If `others` is given, the result is (output, others for the next layer)."""
 
         def attend(q: Tensor, kept: KeptTensors) -> Tensor:
+            """Returns self-attention for the input q. `kept` collects tensors for later layers."""
             return self.self_attn(q, own, kept)
 
         return self._run(x, [attend], own.pad_mask, **travelling)
@@ -102,7 +104,7 @@ class _Side(Stack):
     output_projection: Any
 
     def build_layer(self, kind: type[Layer], cfg: Any) -> Layer:
-        """Returns a new layer. `settle` sets its place in the stack later."""
+        """Returns a new layer of the class `kind`. `settle` sets its place in the stack later."""
         config = cfg.stacks[self.name]
         # These options are passed below in another form, or not at all.
         passed_below = (*OWN, "positions", "encoder_layers", "decoder_layers")
@@ -115,7 +117,7 @@ class _Side(Stack):
         activation = fairseq.utils.get_activation_fn(cfg.activation_fn)
         named: dict[str, Any] = {"d_model": config.d_model, "nhead": config.heads, "dim_feedforward": config.d_ff}
         named |= {"dropout": config.dropout, "activation": activation, "layer_norm_eps": config.norm_eps}
-        named |= {"norm": config.norm, "residual": config.residual, "init": "torch"}  # `draw` initialises again later
+        named |= {"norm": config.norm, "residual": config.residual, "init": "torch"}  # `draw` re-initialises later
         return kind(**named, **depths, **options)
 
     def finish(self, cfg: Any) -> None:
@@ -128,7 +130,7 @@ class _Side(Stack):
         declared = self.place.declared
         reads_other_layers = any(layer.takes for layer in declared.layers) or declared.combine is not None
         needs_all = reads_other_layers or declared.mixing is not None or declared.is_profiled
-        # With --layerdrop fairseq makes its own kind of list.
+        # With --layerdrop fairseq makes a list of its own class, which leaves layers out at random.
         if needs_all and type(self.layers) is not nn.ModuleList:
             raise InputError(f"--residual {config.residual} needs every layer's output: leave --layerdrop out")
         if self.layernorm_embedding is not None:
@@ -178,7 +180,8 @@ class _Side(Stack):
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> dict[str, Tensor]:
         """Replaces fairseq's method, which expects the names of fairseq's own layers; here the model renames them. A
-        shared embedding that an old file stores only once is added under its second name."""
+        shared embedding that an old file stores only once is added under its second name. `name` is the prefix of this
+        side's tensors."""
         assert self.place is not None
         projection, table = f"{name}.output_projection.weight", f"{name}.embed_tokens.weight"
         if self.name == "decoder" and self.place.config.tie_embeddings != "none" and table in state_dict:
@@ -220,7 +223,8 @@ class Encoder(_Side, TransformerEncoderBase):
         padding = src_tokens.eq(self.padding_idx)
         rows = Rows.of(padding)
         positions = None if self.embed_positions is None else rows.pack(self.embed_positions(src_tokens))
-        x = self.run(self.embed(rows.pack(src_tokens), positions, rows.pad_mask), lambda _: (Packed(rows),))
+        x = self.embed(rows.pack(src_tokens), positions, rows.pad_mask)
+        x = self.run(x, lambda _: (Packed(rows),))  # in every layer the rows attend to each other
         return {
             "encoder_out": [rows.unpack(x).transpose(0, 1)],  # (S, B, d)
             "encoder_padding_mask": [padding],
@@ -266,7 +270,8 @@ class Decoder(_Side, TransformerDecoderBase):
         alignment_heads: int | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """Returns the features (B, T, d), and a dictionary whose `attn` holds, in evaluation, the attention weights of
-        one layer to the source, (B, T, S). That layer is `alignment_layer`, by default the last."""
+        one layer to the source, (B, T, S): the mean over the first `alignment_heads` heads. That layer is
+        `alignment_layer`, by default the last. With `full_context_alignment` self-attention is not causal."""
         memory = encoder_out["encoder_out"][0].transpose(0, 1) if encoder_out is not None else None  # (B, S, d)
         padding = encoder_out["encoder_padding_mask"][0] if encoder_out is not None else None  # (B, S)
         watched = len(self.layers) - 1 if alignment_layer is None else alignment_layer
@@ -280,7 +285,7 @@ class Decoder(_Side, TransformerDecoderBase):
         own = Packed(rows, causal=not full_context_alignment)
         x = self.embed(tokens, positions, rows.pad_mask)
         if memory is None or padding is None:
-            return rows.unpack(self.run(x, lambda _: (own,))), _attention_output(None, None)
+            return rows.unpack(self.run(x, lambda _: (own,))), _attention_output(weights=None, heads=None)
         memory_rows = Rows.of(padding)
         cross = Packed(rows, memory=memory_rows.pack(memory), memory_rows=memory_rows)
         recording = Watched(cross)  # attends as `cross` does, and keeps the weights
@@ -308,7 +313,8 @@ class Decoder(_Side, TransformerDecoderBase):
         watched: int,
         alignment_heads: int | None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Does one step of decoding, and returns the outputs of `extract_features` for the newest token."""
+        """Does one step of decoding, and returns the outputs of `extract_features` for the newest of `tokens` (B, T).
+        `memory` is the encoder's output (B, S, d), `watched` the layer whose attention weights are returned."""
         # At the first step fairseq has no cache yet, and gets the one that the layers fill.
         cache = self.get_incremental_state(incremental_state, "kept") or {}
         self.set_incremental_state(incremental_state, "kept", cache)
@@ -319,6 +325,7 @@ class Decoder(_Side, TransformerDecoderBase):
         recorded: list[Step] = []
 
         def sights(layer: int) -> tuple[Sight, ...]:
+            """Returns what a layer's newest tokens attend to: the tokens so far, then the encoder's output."""
             own = Step(cache, f"{layer}.own.", padding, pad_mask=padding[:, 0])
             if memory is None or memory_padding is None:
                 return (own,)
@@ -333,8 +340,9 @@ class Decoder(_Side, TransformerDecoderBase):
         return x.unsqueeze(1), _attention_output(recorded[-1].weights if recorded else None, alignment_heads)
 
     def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
-        """Reorders the cached tensors of all beams by `new_order`. Keys and values of the source are the same for all
-        beams of a sentence, so they are reordered only if the number of beams changes."""
+        """Reorders the cached tensors of all beams by `new_order`. Names with ".own." belong to keys and values of the
+        target. Those of the source are the same for all beams of a sentence, so they are reordered only if the number
+        of beams changes."""
         cache = self.get_incremental_state(incremental_state, "kept") or {}
         for name, tensor in cache.items():
             if ".own." in name or len(tensor) != len(new_order):
@@ -344,7 +352,7 @@ class Decoder(_Side, TransformerDecoderBase):
         """Returns the logits (B, T, V) for features (B, T, d)."""
         assert self.place is not None
         config, projection = self.place.config, self.output_projection
-        if config.fixnorm and config.tie_embeddings != "none":
+        if config.fixnorm and config.tie_embeddings != "none":  # the shared table's rows have length one here, too
             return F.linear(features, F.normalize(projection.weight, dim=-1, eps=FIXNORM_EPS), projection.bias)
         return projection(features)
 

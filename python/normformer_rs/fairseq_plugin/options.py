@@ -140,11 +140,11 @@ def plain(options: Any) -> argparse.Namespace:
     flags: dict[str, Any] = {
         key: str(value) if isinstance(value, Enum) else value for key, value in vars(options).items()
     }
-    named = {name: value for name, value in own_flags(flags).items() if isinstance(value, str)}
-    typed = _typed()
+    texts = {name: value for name, value in own_flags(flags).items() if isinstance(value, str)}
+    typed = _typed()  # what the user has typed needs no --trust
     origin = f"the options of a fairseq checkpoint (where there is no --trust, set {TRUST}=1)"
     trust = os.environ.get(TRUST) == "1"
-    refuse_code({name: value for name, value in named.items() if value not in typed}, origin, trust)
+    refuse_code({name: value for name, value in texts.items() if value not in typed}, origin, trust)
     for name in ("encoder_layers", "decoder_layers"):
         if flags.get(name) is not None and flags[name] < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1; got {flags[name]}")

@@ -64,9 +64,9 @@ class Rows:
         return torch.stack((self.lengths.cumsum(0) - self.lengths, self.lengths), 1)
 
     def ranges(self, keys: "Rows") -> Tensor:
-        """Returns the ranges that the attention operator expects: (start and number of query rows, start and number of
-        key rows). The queries of a sentence attend to the keys of the same sentence in `keys`. Each row of padding has
-        its own range, and attends to the keys of its sentence."""
+        """Returns the ranges that the attention operator expects, (ranges, 4): start and number of query rows, start
+        and number of key rows. The queries of a sentence attend to the keys of the same sentence in `keys`. Each row of
+        padding has its own range, and attends to the keys of its sentence."""
         ranges = torch.cat((self.spans(), keys.spans()), 1)
         if self.pad_mask is None:
             return ranges
@@ -86,7 +86,8 @@ class Sight(Protocol):
         """A mask (N,) that is True for rows of padding; None if padding has no rows."""
 
     def attend(self, attention: "RowAttention", query: Tensor, kept: KeptTensors) -> Tensor:
-        """Returns the joined outputs of all heads, (N, d), for the queries' input (N, d)."""
+        """Returns the joined outputs of all heads, (N, d), for the queries' input (N, d). `kept` collects tensors that
+        the residual scheme keeps for later layers."""
 
 
 class RowAttention(MultiheadAttention):
@@ -110,9 +111,10 @@ class RowAttention(MultiheadAttention):
     def project(self, x: Tensor, which: str, kept: KeptTensors) -> tuple[Tensor, ...]:
         """Returns the projections of x that `which` names, with the scheme's changes of queries, keys and values.
         `which` is "qkv" or a part of it, such as "kv"; one matrix product computes them all. If q, k and v have
-        separate inputs, x holds the three inputs, stacked, and each has its own product."""
+        separate inputs, x holds the three inputs, stacked, and each has its own product. Each result is (…, d)."""
         if self.is_apart and len(which) == 3:
             return tuple(self.project(own_input, name, kept)[0] for name, own_input in zip(which, x))
+        # The matrix has d rows for queries, then d for keys, then d for values.
         d, start = self.embed_dim, "qkv".index(which)
         chosen = slice(start * d, (start + len(which)) * d)
         bias = None if self.in_proj_bias is None else self.in_proj_bias[chosen]
@@ -126,9 +128,10 @@ class RowAttention(MultiheadAttention):
         change is for all heads joined."""
         for change in self.inside.get(point, ()):
             if is_of_joined_heads(change, self.head_dim):
-                x = apply_changes(self, (change,), x, None, kept)
+                x = apply_changes(self, (change,), x, padding_mask=None, kept=kept)
             else:
-                x = apply_changes(self, (change,), x.unflatten(-1, (self.num_heads, -1)), None, kept).flatten(-2)
+                heads = x.unflatten(-1, (self.num_heads, -1))  # (…, heads, d_head)
+                x = apply_changes(self, (change,), heads, padding_mask=None, kept=kept).flatten(-2)
         return x
 
 
@@ -158,6 +161,7 @@ class Packed:
             (q,), keys = attention.project(query, "q", kept), self.memory_rows
             k, v = attention.project(self.memory, "kv", kept)
         scale = 1 / math.sqrt(attention.head_dim)
+        # The operator gets the dropout's rate, seed and site.
         draw = Draw(query.device)(attention.dropout if attention.training else 0.0)
         return OPS.attention(q, k, v, self.rows.ranges(keys), attention.num_heads, self.causal, scale, *draw)[0]
 
@@ -166,7 +170,7 @@ class Packed:
 class Watched:
     """Attention to the encoder's output that also records the attention weights."""
 
-    at: Packed
+    cross: Packed
     """The attention whose weights are recorded."""
     pad_mask: None = None
     weights: Tensor | None = None
@@ -174,11 +178,11 @@ class Watched:
 
     def attend(self, attention: RowAttention, query: Tensor, kept: KeptTensors) -> Tensor:
         """As `Sight.attend`; the weights are computed a second time, because the kernel does not return them."""
-        rows, memory, keys = self.at.rows, self.at.memory, self.at.memory_rows
+        rows, memory, keys = self.cross.rows, self.cross.memory, self.cross.memory_rows
         assert memory is not None and keys is not None
         (q,), (k,) = attention.project(query, "q", kept), attention.project(memory, "k", kept)
         self.weights = weigh(attention, rows.unpack(q), keys.unpack(k), keys.padding())
-        return self.at.attend(attention, query, kept)
+        return self.cross.attend(attention, query, kept)
 
 
 def weigh(attention: RowAttention, q: Tensor, k: Tensor, padding: Tensor) -> Tensor:

@@ -87,6 +87,7 @@ class InverseSqrt(_Schedule):
     linearly to --lr in n_w updates, and then is lr·√(n_w/n)."""
 
     def __init__(self, cfg: Any, optimizer: Any) -> None:
+        """Makes the schedule from --lr, or from λ and the width. Errors: InputError for flags that do not fit."""
         if cfg.lr_scale is None:
             if cfg.lr_width is not None:
                 raise InputError("--lr-width is an option of --lr-scale: give that too, or leave it out")
@@ -137,6 +138,7 @@ class ValDecay(_Schedule):
         return {"best": self.best, "memory": self.schedule.memory}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads a checkpoint's state. Errors: InputError for the state of another schedule."""
         if "memory" not in state:
             raise InputError("the checkpoint was trained with another --lr-scheduler: give --reset-lr-scheduler")
         super().load_state_dict(state)

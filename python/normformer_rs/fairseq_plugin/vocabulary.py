@@ -59,6 +59,7 @@ def _shards(folder: Path, subset: str, endings: list[str]) -> Iterator[str]:
 def _ids(path: str, dictionary: Any) -> Iterator[Tensor]:
     """Yields the token ids of a file, those of 4,096 sentences at a time in one tensor."""
     kind = infer_dataset_impl(path)
+    # fairseq's "cached" data must be prefetched before they are read by index, the same data as "lazy" need not.
     data = data_utils.load_indexed_dataset(path, dictionary, "lazy" if kind == "cached" else kind)
     for start in range(0, len(data), 4096):
         yield torch.cat([data[i] for i in range(start, min(start + 4096, len(data)))])

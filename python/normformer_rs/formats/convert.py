@@ -56,6 +56,7 @@ FIXED: dict[str, Any] = {"activation_fn": "relu", "no_scale_embedding": False, "
 FIXED |= {"no_token_positional_embeddings": False}
 """fairseq's flags that the plug-in's architectures support, but the training loop only with these values."""
 SIZES = ("embed_dim", "ffn_embed_dim", "layers", "attention_heads")
+"""The sizes of a stack. fairseq has a flag for each size of each stack, such as --encoder-embed-dim."""
 
 
 def complete(flags: Mapping[str, Any]) -> argparse.Namespace:
@@ -133,7 +134,7 @@ def configure(flags: argparse.Namespace, stack: str, vocab_size: int) -> Transfo
 
 def _residual(flags: argparse.Namespace, is_alone: bool) -> str:
     """Returns the residual scheme that the flags set: by --residual, or by fairseq's --*-normalize-before, which must
-    agree with it."""
+    agree with it. `is_alone`: True for a language model, which has no encoder."""
     scheme = getattr(flags, "residual", None)
     sides = ["decoder"] if is_alone else ["encoder", "decoder"]
     are_prenorm = [getattr(flags, f"{side}_normalize_before", False) for side in sides]
@@ -158,7 +159,9 @@ _NORMS = {
     "encoder": {"self_attn_layer_norm": "norm1", "final_layer_norm": "norm2"},
     "decoder": {"self_attn_layer_norm": "norm1", "encoder_attn_layer_norm": "norm2", "final_layer_norm": "norm3"},
 }
+"""This package's names for the norms in a layer of each stack, by fairseq's names."""
 _INSIDE = {"encoder_attn": "multihead_attn", "fc1": "linear1", "fc2": "linear2"}
+"""This package's names for the other modules in a layer, as far as fairseq's names differ."""
 _NEVER_TRAINED = re.compile(r"^(in_proj|out_proj|fc1|fc2)_(weight|bias)$")
 """Matches second copies of parameters that fairseq's encoder layers keep for their fast path."""
 
@@ -223,7 +226,8 @@ _FAIRSEQ_ONLY = re.compile(r"(^|\.)(version|_float_tensor|weights|is_profiled|vo
 
 
 def to_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
-    """Returns the parameters and buffers of a fairseq model under this package's names."""
+    """Returns the parameters and buffers of a fairseq model under this package's names. `ties`: the value of
+    `tie_embeddings`."""
     renamed = dict(state)
     from_fairseq_names(renamed)
     canonical = {}
@@ -246,7 +250,7 @@ def to_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
 
 def from_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
     """Returns the state dict of a model of the plug-in for parameters under this package's names; it is the inverse of
-    `to_canonical`."""
+    `to_canonical`. `ties`: the value of `tie_embeddings`."""
     fairseq_state = {name: value for name, value in state.items() if name.split(".")[0] in ("encoder", "decoder")}
     sides = {name.split(".")[0] for name in fairseq_state}
     for table, holders in _TABLES[ties].items():
@@ -285,8 +289,9 @@ def check_version(state: Mapping[str, Tensor]) -> None:
 # The third part reads and writes files.
 
 SAFE: list[Any] = [argparse.Namespace, np.ndarray, np.dtype, *(type(np.dtype(name)) for name in ("int64", "float64"))]
-for _name, _made in (("_reconstruct", np.zeros(1).__reduce__()[0]), ("scalar", np.float64(0).__reduce__()[0])):
-    SAFE += [(_made, f"numpy.{core}.multiarray.{_name}") for core in ("core", "_core")]
+for _name, _function in (("_reconstruct", np.zeros(1).__reduce__()[0]), ("scalar", np.float64(0).__reduce__()[0])):
+    # `__reduce__()[0]` is the function that a pickle calls to make the object again.
+    SAFE += [(_function, f"numpy.{core}.multiarray.{_name}") for core in ("core", "_core")]
 """The types besides tensors and plain data that a fairseq checkpoint may hold: flags (argparse.Namespace), and numpy's
 numbers, which are in the metrics of --eval-bleu. numpy's functions have two names, because numpy 2 renamed core to
 _core."""
@@ -323,10 +328,10 @@ def read_checkpoint(path: Path_, trust: bool = False) -> dict[str, Any]:
 
 
 def flags_of(saved: Mapping[str, Any], path: Path_) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the model's flags and the task's flags of a checkpoint. Errors: InputError if they are missing, or if the
-    architecture is no Transformer of fairseq or of the plug-in."""
+    """Returns the model's flags and the task's flags of a checkpoint; `path` is its file, for messages. Errors:
+    InputError if they are missing, or if the architecture is no Transformer of fairseq or of the plug-in."""
     cfg, args = saved.get("cfg"), saved.get("args")
-    # Without cfg, args holds the flags of model and task together.
+    # Older checkpoints have args instead of cfg, with the flags of model and task together.
     parts = [cfg.get("model"), cfg.get("task")] if isinstance(cfg, Mapping) else [args, args]
     model, task = (vars(part) if isinstance(part, argparse.Namespace) else part for part in parts)
     if not isinstance(model, dict) or not isinstance(task, dict):
@@ -357,15 +362,18 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
     dictionary = _dictionary(Path(data or str(task.get("data") or ".").split(":")[0]), task)
     try:
         complete_flags = complete(flags)
-        config = configure(complete_flags, "decoder", 0)  # save_model takes vocab_size from the dictionary
-        encoder = config if config.architecture == "decoder-only" else configure(complete_flags, "encoder", 0)
+        vocab_size = 0  # save_model takes the size from the dictionary
+        config = configure(complete_flags, "decoder", vocab_size)
+        encoder_config = config
+        if config.architecture != "decoder-only":
+            encoder_config = configure(complete_flags, "encoder", vocab_size)
     except InputError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"{path}: its options are not those of a Transformer of fairseq 0.7 or later: {error}"
         ) from error
-    if config != encoder:
+    if config != encoder_config:
         raise InputError(
             f"{path}: encoder and decoder differ in feed-forward width or heads; this package has one of each"
         )
@@ -383,7 +391,7 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
         raise InputError(f"{path}: its model lacks {error}") from error
     mask = saved["model"].get("decoder.vocab_mask")
     training = TrainingConfig(vocab_mask=mask is not None).to_json()
-    types = None if mask is None else mask.bool().tolist()
+    types = None if mask is None else mask.bool().tolist()  # for each id, True if it is in the target vocabulary
     try:
         _core.save_model(str(output), config.to_json(), training, str(dictionary), types, [*state], [*state.values()])
     except InputError as error:
@@ -394,7 +402,8 @@ def _learned_positions(
     flags: Mapping[str, Any], state: Mapping[str, Tensor], config: TransformerConfig, path: Path_
 ) -> dict[str, Any]:
     """Returns the options `positions` and `max_positions` for learned positions; an empty dictionary for sinusoids.
-    Errors: InputError if encoder and decoder differ."""
+    `state`: the checkpoint's tensors; `path`: its file, for messages. Errors: InputError if encoder and decoder
+    differ."""
     sides = ["decoder"] if config.architecture == "decoder-only" else ["encoder", "decoder"]  # type: ignore[attr-defined]
     learned = [side for side in sides if flags.get(f"{side}_learned_pos")]
     if not learned:
@@ -415,11 +424,11 @@ def _learned_positions(
 
 
 def _dictionary(folder: Path, task: Mapping[str, Any]) -> Path:
-    """Returns the path of the dictionary. Errors: InputError if there is none, or if the two languages have different
-    ones."""
+    """Returns the path of the dictionary in the folder. `task`: fairseq's flags of the task, which name the languages.
+    Errors: InputError if there is none, or if the two languages have different ones."""
     names = [f"dict.{task[side]}.txt" for side in ("source_lang", "target_lang") if task.get(side)]
-    # The checkpoint does not name the languages if fairseq has detected them from the files. Then all dictionaries in
-    # the folder are compared.
+    # If fairseq has detected the languages from the files, the checkpoint does not name them, and `names` is empty.
+    # Then all dictionaries in the folder are compared.
     paths = [folder / name for name in names] or sorted(folder.glob("dict.*txt"))
     if not paths or not all(path.is_file() for path in paths):
         raise InputError(f"{folder}: no {' or '.join(names) or 'dict.LANG.txt'}: give --data DIR")
@@ -429,7 +438,7 @@ def _dictionary(folder: Path, task: Mapping[str, Any]) -> Path:
 
 
 def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> None:
-    """Writes a run's checkpoint as a .pt of `nfrs_transformer` or `nfrs_transformer_lm`.
+    """Writes a checkpoint of the run in `directory` as a .pt of `nfrs_transformer` or `nfrs_transformer_lm`.
 
     Errors: InputError for options that the plug-in's models do not have, and existing files.
     """
@@ -440,7 +449,7 @@ def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> 
         raise InputError(
             f"{directory}: its positions are {config.positions}; fairseq has positions = fairseq or learned"
         )
-    # The plug-in's models have the defaults of these options, except of max_positions, which its flags set.
+    # In the plug-in's models these options have their defaults, except for max_positions, which its flags set.
     for field in TransformerConfig.FIELDS:
         if (
             field.name in LANGUAGE_MODELS
@@ -451,7 +460,7 @@ def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> 
     state = from_canonical(tensors, config.tie_embeddings)
     if declare(config, "decoder").is_profiled:
         state["is_profiled"] = torch.tensor(1, dtype=torch.uint8)
-    types = _core.target_vocabulary(str(directory))
+    types = _core.target_vocabulary(str(directory))  # for each id, True if the vocabulary has it; None for no mask
     flags = flags_from(config) | {"vocab_mask": types is not None}
     if types is not None:
         state["decoder.vocab_mask"] = torch.tensor(types, dtype=torch.uint8)
@@ -489,7 +498,7 @@ def flags_from(config: TransformerConfig) -> dict[str, Any]:
         value = getattr(config, field.name)
         if field.name in ("dropout", "attention_dropout", "activation_dropout"):
             flags[field.name] = config.dropout if value is None else value
-        elif field.name not in FAIRSEQS:
+        elif field.name not in FAIRSEQS:  # an option that is on by default has a flag that turns it off
             flags |= {f"no_{field.name}": not value} if field.default is True else {field.name: value}
     # A language model of the plug-in has no flag for decoder_start; this package's option must be "eos".
     return flags | ({} if len(stacks) == 2 else {"decoder_start": "eos"})

@@ -19,6 +19,7 @@ from ..text import read_regular
 from .tokenizer import tokenizer_files
 
 _BOS, _PAD, _EOS = 0, 1, 2
+"""The ids of the special pieces."""
 _EPS = {"layernorm": 1e-5, "rmsnorm": 1e-5, **dict.fromkeys(("rmsnorm:gemma", "rmsnorm:llama", "rmsnorm:olmo"), 1e-6)}
 """The ε of each norm if the option norm_eps is None."""
 _VOCABULARY, _CODES = "vocabulary.txt", "bpe.codes"
@@ -68,9 +69,9 @@ class _Family:
             if field.name in _FREE:
                 continue
             value, allowed = getattr(config, field.name), self.options.get(field.name, (field.default,))
-            if field.name == "norm":  # the decoder's own norm, if it has one
+            if field.name == "norm":  # decoder_norm, if it is given, counts instead
                 value = config.decoder_norm or config.norm
-            if field.name == "kv_heads":  # None means as many as heads
+            if field.name == "kv_heads":  # None, the default, means as many as `heads`
                 value = None if value == config.heads else value
             # The empty tuple in `options` means that any value is allowed.
             if value not in allowed and self.options.get(field.name) != ():
@@ -116,7 +117,7 @@ class _Family:
         return full
 
 
-# Functions that the architectures share.
+# The functions below serve several architectures.
 
 
 def _rate(config: TransformerConfig, name: str) -> float:
@@ -157,6 +158,7 @@ def _separate(config: TransformerConfig, module: str, tensor: Tensor) -> Iterabl
 
 
 _NORM = re.compile(r"norm\d?\.weight$")
+"""Matches the name of a norm's weight, such as decoder.layers.0.norm1.weight."""
 
 
 def _zero_centred(config: TransformerConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -188,21 +190,25 @@ def _by_head(config: TransformerConfig, module: str, tensor: Tensor) -> Iterable
     """Returns a module's tensor. The rows of in_proj are ordered by head: q, k and v of the first head, then those of
     the next, as GPT-NeoX has them."""
     if module == "self_attn.in_proj":
-        tensor = tensor.unflatten(0, (3, config.heads, -1)).transpose(0, 1).flatten(0, 2)
+        by_projection = tensor.unflatten(0, (3, config.heads, -1))  # the rows of q, k and v, by head
+        tensor = by_projection.transpose(0, 1).flatten(0, 2)
     return [(module, tensor)]
 
 
-# The architectures.
+# The parts below describe the architectures.
 
 _DECODER = {"architecture": ("decoder-only",), "residual": ("prenorm",)}
+"""The values that these two options have in most architectures."""
 _PLAIN = {"relu": "relu", "gelu": "gelu", "silu": "silu", "relu2": "relu2"}
 _GATED = {"swiglu": "silu", "geglu": "gelu"}
+"""Hugging Face's names for the activations of feed-forwards without a gate and with one."""
 _ROTARY_RMS = {
     "norm": ("rmsnorm", "rmsnorm:llama"),
     "positions": ("rotary",),
     "activation": tuple(_GATED),
     "kv_heads": (),
 }
+"""The values that Llama and its relatives support; () means any value."""
 _LLAMA_NAMES = {
     "embedding": "model.embed_tokens",
     "output_projection": "lm_head",
@@ -221,6 +227,7 @@ def _llama_like(model_type: str) -> Callable[[TransformerConfig], dict[str, Any]
     there."""
 
     def config_of(config: TransformerConfig) -> dict[str, Any]:
+        """Returns the config.json of a model with these options."""
         return _shape(config) | {
             "model_type": model_type,
             "num_key_value_heads": config.kv_heads or config.heads,
@@ -229,7 +236,7 @@ def _llama_like(model_type: str) -> Callable[[TransformerConfig], dict[str, Any]
             "rms_norm_eps": _eps(config),
             "attention_bias": config.linear_biases,
             "mlp_bias": config.linear_biases,
-            # transformers 5 reads rope_parameters, earlier versions rope_theta
+            # transformers 5 reads rope_parameters, and earlier versions read rope_theta.
             "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
             "rope_theta": config.rope_theta,
         }
@@ -243,7 +250,7 @@ def _qwen3_next(config: TransformerConfig) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": 1.0}
     return _llama_like("qwen3_next")(config) | {
         "layer_types": ["full_attention" for _ in layers],
-        "mlp_only_layers": [*layers],  # layers without experts
+        "mlp_only_layers": [*layers],  # no layer has experts
         "rope_parameters": rope,
         "partial_rotary_factor": 1.0,
     }
@@ -262,12 +269,14 @@ def _gemma2(config: TransformerConfig) -> dict[str, Any]:
 
 
 _MULTIPLIERS = dict.fromkeys(("input_alpha", "output_alpha", "residual_multiplier", "attention_multiplier"), ())
+"""The multipliers that Granite supports, with any value."""
 
 
 def _granite(model_type: str) -> Callable[[TransformerConfig], dict[str, Any]]:
     """Returns a function that makes the config.json of a Granite architecture. `model_type` is its name there."""
 
     def config_of(config: TransformerConfig) -> dict[str, Any]:
+        """Returns the config.json of a model with these options."""
         return _llama_like(model_type)(config) | {
             "layer_types": ["full_attention"] * config.decoder_layers,
             "embedding_multiplier": config.input_alpha,
@@ -458,8 +467,8 @@ _FAMILIES = (
 
 
 def _family(config: TransformerConfig, origin: str) -> _Family:
-    """Returns an architecture that computes the model. Errors: InputError if there is none; it names the options that
-    the nearest architecture does not support."""
+    """Returns an architecture that computes the model. `origin`: the model's folder, for messages. Errors: InputError
+    if there is none; it names the options that the nearest architecture does not support."""
     misfits = [(family.misfits(config), family) for family in _FAMILIES]
     unsupported, nearest = min(misfits, key=lambda entry: len(entry[0]))
     if unsupported:

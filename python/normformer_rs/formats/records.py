@@ -46,7 +46,7 @@ def read(
     set that is not there or cannot be read, for a field that a record lacks, and for one that is no text.
     """
     end = Path(source.removesuffix(".gz")).suffix.lower()
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as open_files:
         with _as_input_errors(source):
             if end in RECORDS and not Path(source).is_file():
                 raise InputError(f"{source}: no such file; expected a file of records: check the path")
@@ -55,7 +55,7 @@ def read(
                 # The file is read here, not by `datasets`, which would read 2019-01-01 as a date, NA as a missing value
                 # and 007 as the number 7.
                 opened = gzip.open if source.endswith(".gz") else open
-                file = held.enter_context(opened(source, "rt", encoding="utf-8-sig", newline=""))
+                file = open_files.enter_context(opened(source, "rt", encoding="utf-8-sig", newline=""))
                 rows = _objects(file) if end in _JSON else csv.DictReader(file, strict=True, **_TABLES[end])
             elif end in RECORDS:
                 load = _optional.require("datasets", f"reading {end} files").load_dataset
@@ -92,7 +92,8 @@ _END = object()
 
 
 def _fields(rows: Iterator[Any], fields: Sequence[str], source: str, limit: int | None) -> Iterator[tuple[str, ...]]:
-    """Yields the named fields of each record. Errors: InputError for a record that is no object, and for no records."""
+    """Yields the named fields of the records in `rows`, up to `limit` records; None for all. `source`: the file or data
+    set, for messages. Errors: InputError for a record that is no object, and for no records."""
     number = 0
     while limit is None or number < limit:
         with _as_input_errors(source):

@@ -94,20 +94,20 @@ def _merged(codes: str) -> Iterator[dict[str, Any]]:
     version, *lines = codes.removesuffix("\n").split("\n")
     if not version.startswith("#version:"):
         raise InputError(f"bpe.codes is damaged: expected #version: 0.2, or 0.1, first; got {version[:80]!r}")
-    # If a pair occurs twice in the file, only its first place counts.
+    # Each line has a pair of pieces to merge. If a pair occurs twice in the file, only its first line counts.
     merges = [*dict.fromkeys((left, right) for left, _, right in (line.partition(" ") for line in lines))]
     if len(merges) > _MOST:
         raise InputError(
             f"bpe.codes has {len(merges):,} merges; a tokenizer applies them one by one, and takes {_MOST:,}"
         )
-    yield _replace(" +", "  ")  # two spaces between words
-    yield _replace(r"(?<![^\n])[\r ]+|[\r ]+(?![^\n])", "")  # no space at the start or end of a line
-    yield _replace(r"(?<=[^ \n])(?=[^ \n])", " ")  # one space between the characters of a word
+    yield _replace(" +", "  ")  # puts two spaces between words
+    yield _replace(r"(?<![^\n])[\r ]+|[\r ]+(?![^\n])", "")  # removes spaces at the start and end of a line
+    yield _replace(r"(?<=[^ \n])(?=[^ \n])", " ")  # puts one space between the characters of a word
     # The mark of a word's end is a piece by itself in version 0.1, a part of the last character in 0.2.
     yield _replace(rf"(?<=[^ \n]){_AFTER_WORD}", f" {_WORD_END}" if version.endswith("0.1") else _WORD_END)
     for left, right in _passes(merges):
         yield _replace(f"{_AT_START}{re.escape(left)} {re.escape(right)}{_AT_END}", left + right)
-    yield _replace(f" ?{_WORD_END}{_AFTER_WORD}", "")
+    yield _replace(f" ?{_WORD_END}{_AFTER_WORD}", "")  # removes the marks of the words' ends
     yield _replace("(?<! ) (?! )", "@@ ")  # a single space lies within a word
 
 
@@ -145,7 +145,7 @@ def _after_end_of_sentence() -> dict[str, Any]:
 def _joined() -> list[dict[str, Any]]:
     """Returns the decoder's steps that join pieces into text as `src/data/joiner.rs` does. An end of sentence becomes a
     newline."""
-    # Until Fuse each step sees one piece; the step after it sees the whole text.
+    # The steps before Fuse are applied to each piece, and the step after it to the whole text.
     return [
         _replace(rf"\A(?:{_BOS}|{_PAD})\z", ""),
         _replace(rf"\A{_EOS}\z", "\n"),

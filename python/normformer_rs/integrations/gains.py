@@ -24,7 +24,7 @@ def gain_values(model: nn.Module) -> dict[str, float]:
             values[f"gain/{name}"] = whole.detach().double().mean()
     for name, module in model.named_modules():
         if isinstance(module, Growing) and module.growth is not None:
-            path = f"alpha/{name}".rstrip("/")  # the model itself has the name ""
+            path = f"alpha/{name}".rstrip("/")  # the model itself has the name "", which would leave a slash
             if not module.growth.by_layer or module.place is None:
                 values[path] = module.alpha_now(module.growth)[0]
                 continue
@@ -56,7 +56,7 @@ class Undecayed:
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
         """Adds hooks to the optimizer, or to the one inside a wrapper, that move the model's gains during each step."""
-        while hasattr(optimizer, "optimizer"):  # accelerate's wrapper
+        while hasattr(optimizer, "optimizer"):  # Accelerate wraps optimizers
             optimizer = optimizer.optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             kind = type(optimizer).__name__
@@ -66,9 +66,11 @@ class Undecayed:
             )
         self._optimizer, self._gains = optimizer, {id(p): p for p in learned_gains(model).values()}
         self._before: list[tuple[dict[str, Any], list[Any]]] | None = None
+        """The trainer's groups, each with its parameters, while the gains are in other groups; None between steps."""
         self._handles = [
             optimizer.register_step_pre_hook(lambda *_: self._part()),
             optimizer.register_step_post_hook(lambda *_: self._join()),
+            # A state dict that is taken during a step has the trainer's groups, too.
             optimizer.register_state_dict_pre_hook(lambda _: self._join()),
         ]
 

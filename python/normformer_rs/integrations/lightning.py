@@ -42,7 +42,7 @@ class NormCallback(pytorch.Callback):
         """The functions that undo what `on_train_start` has set up."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._end()  # an earlier training may not have ended
+        self._end()  # an earlier training may have been left without `on_train_end`
         self._norms = {}
         if self.profile:
             self._ends.append(profile_at_first_forward(pl_module))
@@ -91,7 +91,8 @@ class TrialCallback(pytorch.Callback):
         if loss is None:  # training_step has returned None, which skips the batch
             return
         loss = loss * trainer.accumulate_grad_batches  # Lightning has divided the loss by this number
-        is_new = trainer.global_step > len(self.trial.losses)  # with accumulation several batches have the same step
+        # With accumulation several batches have the same step, of which only the last one counts.
+        is_new = trainer.global_step > len(self.trial.losses)
         if is_new and not self.trial.is_over and not self.trial.report(trainer.global_step, loss):
             trainer.should_stop = True
 

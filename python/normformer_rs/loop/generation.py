@@ -79,12 +79,14 @@ def generate(
     Interrupted after Ctrl-C, between two tokens; any error that `on_text` raises.
     """
     options = (generation or GenerationConfig()).to_json()
+    # One text would become a list of characters, so it stays a text, which `check_lines` refuses.
     given = prompts if isinstance(prompts, str | bytes) else list(prompts)
     check_lines("prompts", given)
     if not 1 <= max_tokens < 2**63:
         raise InputError(f"max_tokens must be at least 1, and below 2⁶³; got {max_tokens}")
-    found = _core.generate(fspath(model), list(given), options, on_text, str(checkpoint), max_tokens, precision, device)
-    return [[Generation(*text) for text in texts] for texts in found]
+    arguments = (options, on_text, str(checkpoint), max_tokens, precision, device)
+    texts_by_prompt = _core.generate(fspath(model), list(given), *arguments)
+    return [[Generation(*text) for text in texts] for texts in texts_by_prompt]
 
 
 def evaluate_windows(

@@ -159,10 +159,10 @@ def plot(
     """
     if not 1 <= len(runs) <= len(curves.COLOURS):
         raise InputError(f"plot takes 1 to {len(curves.COLOURS)} runs; got {len(runs)}")
-    for run in (found := histories(runs, names)):
+    for run in (drawn := histories(runs, names)):
         if not len(run.update):
             raise InputError(f"{run.output}: this run has made no update yet, so there is nothing to draw")
-    return curves.draw(found, names, Path(path))
+    return curves.draw(drawn, names, Path(path))
 
 
 def histories(runs: "Sequence[str | PathLike[str] | History]", names: Sequence[str] | None = None) -> "list[History]":
@@ -170,14 +170,14 @@ def histories(runs: "Sequence[str | PathLike[str] | History]", names: Sequence[s
     InputError."""
     if names is not None and len(names) != len(runs):
         raise InputError(f"a picture needs a name for each of the {len(runs)} runs; got {len(names)} names")
-    found = []
+    read = []
     for run in runs:
         if not isinstance(run, History):
             if not Path(run, LOG).is_file():
                 raise InputError(f"{run}: no {LOG} there; expected the --output folder of a run")
             run = History.read(run)
-        found.append(run)
-    return found
+        read.append(run)
+    return read
 
 
 def _arrays(part: "History | Evaluations") -> dict[str, NDArray[Any]]:
@@ -248,9 +248,9 @@ _NO_COLUMNS = ("evaluations", "layers", "output")
 """The fields of `History` that are no arrays with a number for each update."""
 
 
-def _numbers(shape: type) -> list[str]:
+def _numbers(cls: type) -> list[str]:
     """Returns the names of a class's fields that hold arrays of floating-point numbers."""
-    names = (field.name for field in dataclasses.fields(shape))
+    names = (field.name for field in dataclasses.fields(cls))
     return [name for name in names if name not in (*_COUNTS, *_NO_COLUMNS, "best")]
 
 

@@ -97,7 +97,7 @@ class Transformer(Steered):
         names, tensors, precision = self._tensors()
         seed = self._draw(tensors[0].device) if self.training else None
         if self._heard is not None:
-            self._heard("pass", "", 0, [])
+            self._heard("pass", "", 0, [])  # says that a pass begins; this event has no name, row or tensors
         return _core.forward(self._options, names, tensors, source, target_input, seed, precision, self._heard)
 
     def profile(self, source: Tensor | None, target_input: Tensor) -> None:

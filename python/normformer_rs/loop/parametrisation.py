@@ -12,7 +12,6 @@ hidden-vector 80 0.01 0.0 2.5e-09
 end 4 0.01 0.0 5e-09
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -131,6 +130,7 @@ def param_groups(
     # With standard and Adam all multipliers are 1, so blocks need not be found.
     needs_blocks = name != "standard" or optimizer == "muon"
     places = [*_places(model, needs_blocks, width)]
+    # m_d and m_L are the model's width and depth, each as a multiple of the base model's.
     m_d = 1.0 if base_width is None else _width(model, width) / base_width
     names = {id(p): path for path, p in model.named_parameters()}
     groups: dict[tuple[int, str, float, bool], dict[str, Any]] = {}
@@ -141,10 +141,11 @@ def param_groups(
         m_L = layers / base_depth if base_depth is not None and place.layers > 0 and is_scaled_by_depth else 1.0
         is_block_matrix = place.role == "hidden-matrix" and place.layers > 0 and place.parameter.dim() == 2
         uses_adam = optimizer == "adam" or not is_block_matrix
-        # The multipliers depend on these four values, so parameters that agree in them share a group.
+        # The multipliers depend on these four values, so parameters that agree in them share a group. The index of the
+        # role comes first, because groups are returned in the order of ROLES.
         key = ROLES.index(place.role), sums_over, m_L, uses_adam
         if key not in groups:
-            # The measure of a step that the optimizer keeps at all widths: Adam's steps have entries of equal size.
+            # In this measure the optimizer's steps have the same size at all widths: for Adam, the size of entries.
             constant_measure = "entries" if uses_adam else step_size
             factors = _core.multipliers(name, place.role, m_d, m_L, alpha, sums_over, constant_measure)
             decay = weight_decay if place.role in MATRICES else 0.0
@@ -166,7 +167,8 @@ def param_groups(
 
 
 def _step_size(optimizer: str, muon_scale: str | None, parametrisation: str) -> str:
-    """Returns the measure of a Muon step that is the same at all widths, by its name in Rust's `StepSize`."""
+    """Returns the name, in Rust, of the measure in which Muon's steps have the same size at all widths. Errors:
+    InputError if `muon_scale` is unknown, missing, or would do nothing."""
     sizes = {"spectral": "spectral-norm", "rms": "orthogonal"}
     if muon_scale is not None and muon_scale not in sizes:
         raise InputError(unknown("muon_scale", muon_scale, [*sizes]))
@@ -195,7 +197,7 @@ def _unit_groups(
         )
     if given := [option for option, value in others.items() if value is not None]:
         raise InputError(f'{given[0]} would do nothing, as parametrisation is "{UNIT_SCALED}": leave it out')
-    _check(UNIT_SCALED, None, None, None, lr=lr, weight_decay=weight_decay, eps=eps)
+    _check(UNIT_SCALED, base_width=None, base_depth=None, alpha=None, lr=lr, weight_decay=weight_decay, eps=eps)
     parts, multipliers = model._parts(), model._unit_multipliers()
     groups: dict[tuple[int, float, float], dict[str, Any]] = {}
     for name, p in model.named_parameters():
@@ -268,7 +270,7 @@ def _check(name: str, base_width: int | None, base_depth: int | None, alpha: flo
 
 def _places(model: nn.Module, needs_blocks: bool, width: int | None) -> Iterator[_Placed]:
     """Yields every trained parameter once, with its role. Without `needs_blocks` a model without repeated blocks is
-    accepted."""
+    accepted. `width`: the residual stream's width; None to find it."""
     if isinstance(model, Transformer):
         depths = {"encoder": model.config.encoder_layers, "decoder": model.config.decoder_layers}
         parts = model._parts()
@@ -280,23 +282,26 @@ def _places(model: nn.Module, needs_blocks: bool, width: int | None) -> Iterator
     blocks = dict(_blocks(model))
     if needs_blocks and not blocks:
         raise InputError(_no_blocks(model))
-    sums = summed_over(model)
+    sums = summed_over(model)  # what a parameter's products are summed over, by the parameter's id
     vectors = {id(p) for p in learned_gains(model).values()} | vector_ids(model) | set(sums)
     seen = set()  # so that a parameter that several modules share is yielded once
     for path, module in model.named_modules():
-        # The number of blocks in the stack of the block that contains the module; 0 outside blocks.
+        # The number of blocks in the stack of the block that contains the module; 0 outside blocks. With a dot at the
+        # end, layers.1 is no prefix of layers.10.
         layers = next((n for block, n in blocks.items() if f"{path}.".startswith(f"{block}.")), 0)
         for _, p in module.named_parameters(recurse=False):
             if p.requires_grad and id(p) not in seen:
                 seen.add(id(p))
-                role = _role(model, module, p, id(p) in vectors, layers > 0, width)
+                is_vector, is_in_block = id(p) in vectors, layers > 0
+                role = _role(model, module, p, is_vector, is_in_block, width)
                 sums_over = sums.get(id(p), "nothing")
                 yield _Placed(p, role, _layers_of(blocks, path) if sums_over == "depth" else layers, sums_over)
 
 
 def _layers_of(blocks: dict[str, int], path: str) -> int:
     """Returns the number of layers of the stack that contains the module. In swapped models a module of this package
-    may be outside the stack: then the stack is one below the module's nearest parent that contains a stack."""
+    may be outside the stack: then the stack is one below the module's nearest parent that contains a stack. `blocks`:
+    the number of layers in the stack of each block, by the block's path."""
     depth = next((layers for block, layers in blocks.items() if f"{path}.".startswith(f"{block}.")), 0)
     while not depth and path:
         path = path.rpartition(".")[0]
@@ -308,7 +313,8 @@ def _layers_of(blocks: dict[str, int], path: str) -> int:
 def _role(
     model: nn.Module, module: nn.Module, p: nn.Parameter, is_vector: bool, is_in_block: bool, width: int | None
 ) -> str:
-    """Returns a parameter's role, as the documentation of `param_groups` defines the roles."""
+    """Returns the role of a parameter of `module`, as the documentation of `param_groups` defines the roles. `width`:
+    the residual stream's width; None to find it."""
     if isinstance(module, nn.Embedding) and not is_vector:
         return "embedding"
     if is_in_block:
@@ -360,13 +366,13 @@ def _has_matrices(module: nn.Module) -> bool:
 
 def _width(model: nn.Module, given: int | None) -> int:
     """Returns the width as `_find_width` does. Errors: InputError if it is not found."""
-    found = _find_width(model, given)
-    if found is None:
+    width = _find_width(model, given)
+    if width is None:
         raise InputError(
             f"cannot tell the width of {type(model).__name__}: its config has none of {', '.join(_WIDTHS)}, and its "
             "embeddings do not agree on one; give width="
         )
-    return found
+    return width
 
 
 def _find_width(model: nn.Module, given: int | None) -> int | None:
@@ -385,5 +391,5 @@ def _find_width(model: nn.Module, given: int | None) -> int | None:
     torch_layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     layer_widths = [module.self_attn.embed_dim for module in model.modules() if isinstance(module, torch_layers)]
     embedding_widths = [module.embedding_dim for module in model.modules() if isinstance(module, nn.Embedding)]
-    widths = Counter(layer_widths or embedding_widths)
+    widths = {*(layer_widths or embedding_widths)}
     return next(iter(widths)) if len(widths) == 1 else None

@@ -24,7 +24,9 @@ def _layers(number: int) -> dict[str, int]:
 
 
 _BASE = {"d_model": 512, "d_ff": 2048, "heads": 8, **_layers(6)}
+"""The sizes of the base Transformer."""
 _FAIRSEQ = {"positions": "fairseq", "decoder_start": "eos", "vocab_mask": False, "count_from_zero": True}
+"""The conventions of models that were trained with fairseq."""
 _TWT = {
     "word_dropout": 0.1,
     "smoothing": "twt",
@@ -36,6 +38,7 @@ _TWT = {
     "criterion": "bleu",
     "evaluation_beam": 4,
 }
+"""The options that the presets twt and twt-gl-en share."""
 
 PRESETS: dict[str, Preset] = {
     "transformer-tiny": Preset(

@@ -66,7 +66,7 @@ class Bar:
     def updated(self, event: Mapping[str, Any]) -> None:
         self._update = _brief(event)
         self._show(refresh=False)
-        self._bar.update(event["update"] - self._bar.n)
+        self._bar.update(event["update"] - self._bar.n)  # tqdm takes the number of new steps; n is its count so far
 
     def evaluated(self, event: Mapping[str, Any]) -> None:
         bleu = event.get("bleu")
@@ -87,6 +87,7 @@ class Lines:
 
     def __init__(self) -> None:
         self._last = time.monotonic()
+        """The time of the latest line, or of the start."""
 
     def started(self, event: Mapping[str, Any]) -> None: ...
 
@@ -102,7 +103,7 @@ class Lines:
 
 def write(text: str) -> None:
     """Prints a line on standard error, above the bar if there is one."""
-    tqdm = sys.modules.get("tqdm")  # without an import of tqdm there is no bar
+    tqdm = sys.modules.get("tqdm")  # if nothing has imported tqdm, there is no bar
     if tqdm is None:
         print(text, file=sys.stderr, flush=True)
     else:

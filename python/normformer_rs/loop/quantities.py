@@ -8,7 +8,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def size(count: float) -> str:
-    """Formats a size: 4.5 GiB for 4.5·2³⁰ bytes."""
+    """Formats a size, given in bytes: 4.5 GiB for 4.5·2³⁰."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"
@@ -20,7 +20,7 @@ def in_bytes(text: str) -> int:
     """Returns the bytes of a size such as 20GB, 1.5G, 800 MiB or 4000000. Units are powers of 1,024, with and
     without the i."""
     # Group 1 is the number, group 2 the unit's first letter or nothing.
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
-    if not found or float(found[1]) == 0:
+    parsed = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if not parsed or float(parsed[1]) == 0:
         raise InputError(f"expected a size of memory, such as 20GB or 800MiB; got {text!r}")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return int(float(parsed[1]) * _UNITS[parsed[2].upper()])

@@ -29,7 +29,7 @@ class _Stops:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handles a signal that arrives while `frame` runs."""
         self.count += 1
-        if self.count == 2:  # probably a launcher has repeated the first signal
+        if self.count == 2:  # the second signal is ignored: probably a launcher has repeated the first
             return
         self.requested_by = signal.Signals(number).name
         if self.count == 1:  # only the first signal waits; a third one raises at once
@@ -43,6 +43,7 @@ class _Stops:
 
 
 _stops: _Stops | None = None
+"""The handler of the running `as_ctrl_c` block; None outside such a block."""
 
 
 @contextlib.contextmanager
@@ -65,8 +66,8 @@ def as_ctrl_c(ends_process: bool = False) -> Iterator[None]:
     if not _is_main() or _stops is not None:
         yield
         return
-    # The stack ends with the frames of the caller, which runs the block, of contextlib and of this function. All other
-    # frames are outside.
+    # The three innermost frames are those of this function, of contextlib, and of the caller, which runs the block. All
+    # other frames are outside.
     stops = _stops = _Stops(len(_frames(sys._getframe())) - 3)
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     defaults = (signal.SIG_DFL, signal.default_int_handler)
@@ -130,16 +131,17 @@ def listening() -> Iterator[None]:
 
 
 def _is_main() -> bool:
+    """True in the main thread, the only one to which Python delivers signals."""
     return threading.current_thread() is threading.main_thread()
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
     """Returns the frame and its callers, the innermost first."""
-    found = []
+    frames = []
     while frame is not None:
-        found.append(frame)
+        frames.append(frame)
         frame = frame.f_back
-    return found
+    return frames
 
 
 def _importer(frame: FrameType | None, outside: int) -> FrameType | None:

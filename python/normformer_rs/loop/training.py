@@ -106,7 +106,7 @@ class Trainer:
         Errors: InputError if the run needs more even when it recomputes activations; the message says which
         `max_tokens` would fit.
         """
-        # The memory that the latest attempt needs: without activations, and for activations.
+        # The latest attempt needs `activations` bytes for activations, and `fixed` bytes for everything else.
         fixed = activations = 0
         # The run is tried as it is, then with recomputation: False sorts before True.
         for checkpointing in sorted({self.training.activation_checkpointing, True}):
@@ -190,7 +190,7 @@ class Trainer:
         folder = readable("output", str(output))
         checkpoint = None if from_checkpoint is None else str(from_checkpoint)
         mode: Literal["new", "resume", "overwrite"] = "resume" if resume else "overwrite" if overwrite else "new"
-        events = Path(output) / TENSORBOARD
+        events = Path(output) / TENSORBOARD  # the folder of TensorBoard's files
         if tensorboard and os.path.lexists(events) and (events.is_symlink() or not events.is_dir()):
             what = "symbolic link, and a run writes through none but checkpoints" if events.is_symlink() else "file"
             raise InputError(f"{events} is a {what}: move it away, or choose another output")
@@ -198,8 +198,8 @@ class Trainer:
         is_first = rank is None or rank.rank == 0
         observer = _Silent()
         if is_first:
-            writes = tensorboard and available("tensorboard")
-            observer = _Observer(Path(output), choose(progress), writes, [self._started, *callbacks])
+            uses_tensorboard = tensorboard and available("tensorboard")
+            observer = _Observer(Path(output), choose(progress), uses_tensorboard, [self._started, *callbacks])
         norms = using(*own_norms(self.model.asdict()))
         # Signals act like Ctrl-C, but raise nothing until the loop asks for them between updates.
         with as_ctrl_c(), held(), contextlib.closing(observer), _own_modes(), norms:

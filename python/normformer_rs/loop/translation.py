@@ -69,11 +69,12 @@ def translate(
     Errors: InputError for a missing or damaged checkpoint or folder; Interrupted after Ctrl-C, between batches.
     """
     options = (search or SearchConfig()).to_json()
+    # Binarised text is passed on as the tuple (folder, split, source_lang, target_lang).
     source: Any = (fspath(lines.folder), *lines[1:]) if isinstance(lines, Binarised) else _sentences(lines)
     if not 1 <= max_tokens < 2**63:
         raise InputError(f"max_tokens must be from 1 to 2⁶³ − 1, got {max_tokens}")
-    found = _core.translate(fspath(model), source, options, str(checkpoint), max_tokens, precision, device)
-    return [[Translation(*hypothesis) for hypothesis in hypotheses] for hypotheses in found]
+    by_line = _core.translate(fspath(model), source, options, str(checkpoint), max_tokens, precision, device)
+    return [[Translation(*hypothesis) for hypothesis in hypotheses] for hypotheses in by_line]
 
 
 def _sentences(lines: Iterable[str]) -> list[str]:

@@ -42,4 +42,4 @@ __all__ = [
 ]
 __all__ += composed.__all__
 
-sharding.register()  # once all of its operators are defined
+sharding.register()  # comes last, because all operators must be defined before

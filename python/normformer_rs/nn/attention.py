@@ -70,7 +70,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def set_parts(self, config: TransformerConfig, bias: bool, *, is_self: bool, **factory: Any) -> None:
         """Makes the parts that the configuration sets: `kv_heads`, rotary positions of self-attention, `output_gate`,
-        `sinks`, `score_softcap`."""
+        `sinks`, `score_softcap`. `bias`: True for biases of the projections; `factory`: device and dtype."""
         if config.kv_heads not in (None, self.num_heads):
             self.kv_heads = config.kv_heads
             rows = sum(self.widths)  # fewer for k and v than in the matrix that torch.nn has made
@@ -80,7 +80,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             super()._reset_parameters()
         self.rope_theta = config.rope_theta if is_self and config.positions == "rotary" else None
         self.is_self_attention = is_self
-        if config.output_gate is not None:
+        if config.output_gate is not None:  # drawn apart, so that the option does not shift the draws of other matrices
             with drawn_apart(self.in_proj_weight.device, "gate", is_self):
                 self.gate_proj = nn.Linear(self.embed_dim, OUTPUT_GATES[config.output_gate](self), bias=bias, **factory)
         if config.sinks:
@@ -91,6 +91,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def reset_sinks(self) -> None:
         """Initialises the sinks, if there are any, as in gpt-oss: N(0, 0.02²)."""
         if self._parameters.get("sinks") is not None:
+            # "sinks" and the base of rotary positions tell these draws from others that begin at the same state.
             with drawn_apart(self.sinks.device, "sinks", self.rope_theta):
                 write_whole(self.sinks, lambda whole: nn.init.normal_(whole, std=0.02))
 
@@ -151,7 +152,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             query, key, value = (t.unsqueeze(0) for t in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not self.batch_first:
-            query, key, value = (t.transpose(0, 1) for t in (query, key, value))  # (B, T, d)
+            query, key, value = (t.transpose(0, 1) for t in (query, key, value))  # (B, T or S, d)
         self._check(query, key, attn_mask, key_padding_mask)
 
         # The mask marks keys; only in self-attention are these also the rows that changes see.
@@ -171,7 +172,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k = (self._change_heads(point, x, kept) for point, x in (("rotated_query", q), ("rotated_key", k)))
         if self.kv_heads is not None:
             k, v = (self._for_each_query(x) for x in (k, v))
-        p = self.dropout if self.training else 0.0
+        p = self.dropout if self.training else 0.0  # the rate of dropout on the attention weights
         weights = None
         uses_own_dropout = p > 0 and is_run_again()  # torch's dropout would draw another mask in the backward pass
         # torch's fused attention returns no weights, and has neither sinks nor a softcap nor this dropout.
@@ -309,7 +310,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 def _is_one(a: Tensor, b: Tensor) -> bool:
     """True if a and b are one tensor, or views of the same memory, as reentrant checkpoints make from one tensor."""
     if a is b or torch.compiler.is_compiling() or type(a) is not Tensor or type(b) is not Tensor:
-        return a is b  # such tensors may have no memory to compare
+        return a is b  # compiled code and subclasses of Tensor may have no memory to compare
     if (a.shape, a.dtype, a.device, a.layout) != (b.shape, b.dtype, b.device, b.layout) or a.layout != torch.strided:
         return False
     try:

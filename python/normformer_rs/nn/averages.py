@@ -106,19 +106,19 @@ class Steered(nn.Module):
             return  # one of the two is sharded over processes
         theirs = (buffer for _, buffer in source.steering())
         for (_, buffer), source_buffer, now, before in zip(mine, theirs, _marks(mine), origin.seen, strict=True):
-            weight_now, buffer_now = now
+            weight_now, buffer_now = now  # the sum of each tensor, now and when they were known to fit
             weight_before, buffer_before = before.to(now.device)
-            # Something has written the weight. This bool stays on the device, so that the host need not wait.
+            # True if something has written the weight. The bool stays on the device, so that the host need not wait.
             must_copy = weight_now != weight_before
             if buffer.is_floating_point():  # a buffer that was averaged as well keeps its average
                 must_copy &= buffer_now == buffer_before
-            elif not source._origin.has_trained:  # the source never moved its t, so the copy keeps its own
+            elif not source._origin.has_trained:  # then the source's counter never moved, so the copy keeps its own
                 continue
             buffer.copy_(torch.where(must_copy.to(buffer.device), source_buffer.to(buffer.device), buffer))
         origin.seen = _marks(mine)
 
     def keep_step(self, buffer: Tensor) -> None:
-        """Records that an optimizer step of this module has changed this buffer."""
+        """Records that an optimizer step of this module has changed this buffer, and keeps the buffer's new value."""
         if (origin := self._origin) is None:
             return
         origin.trains()

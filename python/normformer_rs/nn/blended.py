@@ -132,8 +132,9 @@ class PRepBN(
 
     def steering(self) -> Steering:
         """Returns the running statistics and t, each with a parameter whose updates move it."""
-        owner = next(self.watched())  # its updates move t, the last buffer
-        return [*super().steering()[:-1], (owner, self.t)]  # [:-1]: RepBN pairs t with its own weight
+        owner = next(self.watched())  # each update of this parameter moves t
+        # RepBN's list ends with t, paired with another parameter; this pair is replaced.
+        return [*super().steering()[:-1], (owner, self.t)]
 
     def counted_out(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
         """Returns the mask of the positions that are left out of RepBN's statistics. `mask`: True at padding."""

@@ -24,20 +24,20 @@ def make(
     factory: Mapping[str, Any],
     bias: bool = True,
 ) -> Any:
-    """Makes the declared norm or parameter, with its initial values. `factory`: device and dtype. `bias`: True to learn
-    the biases of norms."""
+    """Makes the norm or parameter that `what` declares, with its initial values. `factory`: device and dtype. `bias`:
+    True to learn the biases of norms."""
     if isinstance(what, Learned):
         shape: Any = what.shape
         parameter = nn.Parameter(torch.empty(shape, **factory))
         write(what, parameter)
         return parameter
     assert what.width is not None
-    where: dict[str, Any] = {
+    position: dict[str, Any] = {
         "last_of_decoder": what.last and place.stack == "decoder",
         "ends_stack": what.ends_stack,
         "is_weighted": what.is_weighted,
     }
-    norm = norm_of_config(place.norm, what.width, place.config, **where, bias=bias, **factory)
+    norm = norm_of_config(place.norm, what.width, place.config, **position, bias=bias, **factory)
     if what.start != 1.0:
         _begin_at(norm, what)
     return norm
@@ -51,7 +51,7 @@ def _begin_at(norm: Any, at: NormAt) -> None:
 
 @torch.no_grad()
 def write(what: Learned, p: Tensor) -> None:
-    """Sets the parameter p to its declared initial values."""
+    """Sets the parameter p to the initial values that `what` declares."""
     value: Any = what.value
     shape: Any = what.shape
     if isinstance(value, Normal):
@@ -81,7 +81,8 @@ def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, p
 
 @torch.no_grad()
 def reset(owner: nn.Module, items: Iterable[NormAt | Learned], part: int = 0) -> None:
-    """Sets the declared norms and parameters to their initial values, with `install`'s draws."""
+    """Sets the declared norms and parameters to their initial values, with `install`'s draws. `part`: as in
+    `install`."""
     # `owned` has the parameter or the module of each declaration. Any parameter among them tells the device.
     owned: dict[NormAt | Learned, Any] = {what: getattr(owner, what.name) for what in items}
     parameters = (item if isinstance(item, Tensor) else next(item.parameters(), None) for item in owned.values())
@@ -100,10 +101,10 @@ def reset_module(module: nn.Module | None) -> None:
         return
     if isinstance(module, nn.MultiheadAttention):
         module.out_proj.reset_parameters()  # torch.nn's reset of attention leaves out_proj out
-    own: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-    if own is not None:
+    own_reset: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+    if own_reset is not None:
         with whole(module):
-            own()
+            own_reset()
         return
     for child in module.children():
         reset_module(child)

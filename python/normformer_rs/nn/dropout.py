@@ -43,12 +43,14 @@ class Draw:
         if is_run_again() and not self.is_kept:  # the backward graph must read this seed, not draw another
             self.seed, self.is_kept = OPS.kept_seed(self.seed), True
         wide_x, cols = wide(x), x.shape[-1]
-        mask = OPS.dropout_mask(self.seed, x.numel() // max(cols, 1), cols, p, site)
+        rows = x.numel() // max(cols, 1)
+        mask = OPS.dropout_mask(self.seed, rows, cols, p, site)
         return (wide_x * mask.view(x.shape).to(wide_x.dtype)).to(x.dtype), (0.0, None, site)
 
 
 def drop(x: Tensor, where: Where) -> Tensor:
-    """Returns x after the dropout that `where` describes, as the residual step 0 + drop(x) of a stream of zeros."""
+    """Returns x after the dropout that `where`, (rate, seed, site), describes: the residual step 0 + drop(x) of a
+    stream of zeros."""
     _, seed, _ = where
     if seed is None:
         return x
@@ -72,7 +74,7 @@ def is_plain(module: nn.Module, kind: type) -> bool:
 
 def rate(dropout: Any) -> float | None:
     """Returns p of a plain dropout, 0 in evaluation; None if the module itself must be called."""
-    if not is_plain(dropout, nn.Dropout) or dropout.p >= 1:  # operators divide by 1 − p
+    if not is_plain(dropout, nn.Dropout) or dropout.p >= 1:  # operators cannot drop all, because they divide by 1 − p
         return None
     # Dynamo treats is_exporting() as true in torch.compile, too. So compiled graphs contain torch's dropout, unless the
     # backward graph may run it again with other numbers.
@@ -110,7 +112,8 @@ def _has_budget() -> bool:
     return has_budget
 
 
-# This does the same as torch.compiler.assume_constant_result, which would import the compiler: 1.5 s.
+# With this mark torch.compile takes the function's result for a constant. torch.compiler.assume_constant_result sets
+# it, too, but would import the compiler, which takes 1.5 s.
 _has_budget._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -120,8 +123,8 @@ def _kept_seed_in_graph(mode: Any, seed: Tensor) -> Any:
     from torch.fx.experimental.proxy_tensor import get_proxy_slot, track_tensor_tree
     from torch.utils.checkpoint import CheckpointPolicy
 
-    given: Any = get_proxy_slot(seed, mode.tracer)
-    node = mode.tracer.create_proxy("call_function", OPS.kept_seed.default, (given.proxy,), {})
+    seed_slot: Any = get_proxy_slot(seed, mode.tracer)
+    node = mode.tracer.create_proxy("call_function", OPS.kept_seed.default, (seed_slot.proxy,), {})
     node.node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return track_tensor_tree(seed.clone(), node, constant=None, tracer=mode.tracer)
 

@@ -69,7 +69,8 @@ def place_layers(layers: nn.Module | Iterable[nn.Module], *, init: bool) -> None
     numbers = {layer: entries.index(layer) for layer in dict.fromkeys(entries)}
     config, stack = first.place.config.replace(**_depths(first, n)), first.place.stack
     places = [Place(config, stack, i) for i in numbers.values()]
-    place, draws = places[0], init and not first.keeps_torchs_values
+    place = places[0]
+    draws = init and not first.keeps_torchs_values  # True if the layers get the initial values of their scheme
     if needs_stack(place.declared):
         raise InputError(_between_layers(place))
     is_shared = len(numbers) < n  # one module stands at several places, and can hold only one number
@@ -204,14 +205,16 @@ def needs_stack(declared: SchemeSpec) -> bool:
 
 
 _DEPTH = 8
-"""A depth at which the effects of number and depth are visible."""
+"""The depth of the stack in which layers are compared; it shows the effects of a layer's number and of the depth."""
 
 
 @functools.lru_cache(maxsize=256)
 def asks(config: TransformerConfig, stack: str, draws: bool, only: int | None = None) -> str | None:
     """Returns "the depth" or "the layer's number and the depth" if the layer's computation depends on them, or, with
-    `draws`, its initial values do; otherwise None. `only`: the number of the one sublayer to check."""
-    # These are the places of the only layer of a stack, and of the first layer of a deep one.
+    `draws`, its initial values do; otherwise None. `stack`: "encoder" or "decoder"; `only`: the number of the one
+    sublayer to check, None for all."""
+    # The layer depends on number or depth if it is described differently at different places. These two are the place
+    # of the only layer of a stack, and that of the first layer of a deep one.
     alone, first = _of_depth(config, stack, 1), _of_depth(config, stack, _DEPTH)
     # The layers of a mixture may differ only at a depth above _DEPTH.
     is_mixture = "," in str(config.residual) or config.residual == "mix-ln"
@@ -222,7 +225,7 @@ def asks(config: TransformerConfig, stack: str, draws: bool, only: int | None = 
     values = _first_values(first) if draws else []
     if draws and _first_values(first.at(_DEPTH - 1)) != values:
         return "the layer's number and the depth"
-    # All layers of one stack are alike here. Those of a stack of another depth may still differ.
+    # All layers of one stack are alike if this line is reached. Those of a stack of another depth may still differ.
     needs_depth = _described(alone, only) != description or (draws and _first_values(alone) != values)
     return "the depth" if needs_depth else None
 
@@ -242,8 +245,8 @@ def _described(place: Place, only: int | None) -> list[Any]:
 
 
 def _sublayer(sublayer: Sublayer, place: Place) -> list[Any]:
-    """Returns a description of the sublayer. `last` alone makes no difference: a decoder's norms are compared as they
-    are built."""
+    """Returns a description of the sublayer, which is equal for sublayers that compute the same. The norms' field
+    `last` is left out, because it changes norms only in a decoder; there the norms are built and compared."""
     norms = [what for what in (*sublayer.around(), *sublayer.within()) if isinstance(what, NormAt)]
     alike = replaced(sublayer, lambda part: part._replace(last=False) if isinstance(part, NormAt) else part)
     # A norm's repr shows the settings that `last` changes.
@@ -255,14 +258,15 @@ def _first_values(place: Place) -> list[Any]:
     """Returns small matrices, drawn from one seed with the initialisation of this place. They are equal for two places
     with the same initialisation."""
     attentions = len(place.sublayers) - 1
+    # For each sublayer its matrices, and for each matrix the roles of its blocks of rows.
     roles_of_sublayers = [[["query", "key", "value"], ["output"]]] * attentions + [[["fc1"], ["fc2"]]]
-    values, where = [], (place.config.to_json(), place.stack, place.layer)
+    values, position = [], (place.config.to_json(), place.stack, place.layer)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for sublayer, matrices in enumerate(roles_of_sublayers):
             for roles in matrices:
                 torch.default_generator.manual_seed(0)  # torch.manual_seed would seed every GPU, too
                 # A small matrix, with 3 rows for each role, is enough to tell initialisations apart.
                 weight = torch.empty(3 * len(roles), 3, dtype=torch.float64, device="cpu")
-                _core.draw_linear(weight, roles, *where, sublayer)
+                _core.draw_linear(weight, roles, *position, sublayer)
                 values.append(weight.tolist())
     return values

@@ -76,8 +76,9 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float = 1e-6) -> Tensor:
     """
     if not torch.compiler.is_exporting() and not is_sharded(logits):
         return OPS.sinkhorn(logits, iterations, eps)
-    m = torch.softmax(logits, -1) + eps  # the rows of the first iteration
-    m = m / (m.sum(-2, keepdim=True) + eps)  # its columns
+    # In the first iteration softmax normalises the rows; the columns follow.
+    m = torch.softmax(logits, -1) + eps
+    m = m / (m.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
         m = m / (m.sum(-1, keepdim=True) + eps)
         m = m / (m.sum(-2, keepdim=True) + eps)
@@ -251,7 +252,7 @@ def _normed_streams(streams: Tensor, gain: Tensor) -> Tensor:
 
 
 def _read_by_channel(streams: Tensor, normed: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    """Returns the x of `channel_read`; `normed` is vec(Ĥ)."""
+    """Returns the x of `channel_read`; `normed` is vec(Ĥ), `down` is V and `up` is U."""
     n = streams.shape[-2]
     low = F.silu(F.linear(normed, down.to(normed.dtype)) / n)
     shares = torch.sigmoid(F.linear(low, up.to(normed.dtype)))

@@ -38,6 +38,6 @@ def _generators(device: torch.device | str | None) -> list[torch.Generator]:
     device = torch.get_default_device() if device is None else torch.device(device)
     if device.type != "cuda":
         return [torch.default_generator]
-    torch.cuda.init()  # before that, there are no generators
+    torch.cuda.init()  # makes CUDA's generators, if nothing has used CUDA yet
     index = torch.cuda.current_device() if device.index is None else device.index
     return [torch.default_generator, torch.cuda.default_generators[index]]

@@ -17,6 +17,7 @@ from .place import Place
 from .sharding import whole, write_whole
 
 Role = Literal["query", "key", "value", "output", "fc1", "fc2", "gate", "output_gate"]
+"""The role of a matrix in a layer, on which its initial values depend."""
 
 
 @torch.no_grad()
@@ -35,7 +36,7 @@ def draw_linear(
     numbers of rows; None if they are equal.
     """
     config = place.config.to_json(place.kinds)
-    where = (config, place.stack, place.layer, sublayer, place.kinds)
+    position = (config, place.stack, place.layer, sublayer, place.kinds)
     sizes = [weight.shape[0]]
     groups: list[list[str]] = [[*roles]]  # Rust splits the rows evenly among the roles of one call
     if widths is not None and len({*widths}) > 1:  # uneven blocks need a call for each role
@@ -44,7 +45,7 @@ def draw_linear(
     def draw(t: Tensor) -> None:
         """Fills t, which has the weight's shape, block after block."""
         for block, group in zip(t.split(sizes), groups, strict=True):
-            _core.draw_linear(block, group, *where)
+            _core.draw_linear(block, group, *position)
 
     def draw_bias(t: Tensor) -> None:
         """Fills t, which has the bias's shape, block after block. Its values may depend on fan_in."""

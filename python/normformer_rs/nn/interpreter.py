@@ -73,12 +73,12 @@ def _find(kept: KeptTensors, name: str, x: Tensor) -> Tensor:
     """Returns the tensor kept under a name. Errors: InputError if there is none, or its shape is not that of x."""
     if name not in kept:
         raise InputError(f"nothing was kept as {name!r} before this place: call the whole stack or block, not a part")
-    if (found := kept[name]).shape != x.shape:
+    if (tensor := kept[name]).shape != x.shape:
         raise InputError(
-            f"{name!r} was kept as {tuple(found.shape)}, and is mixed into a part of it, {tuple(x.shape)}: do not "
+            f"{name!r} was kept as {tuple(tensor.shape)}, and is mixed into a part of it, {tuple(x.shape)}: do not "
             "chunk the feed-forward (chunk_size_feed_forward=0)"
         )
-    return found
+    return tensor
 
 
 def _times(owner: nn.Module, factor: Gain, x: Tensor) -> Tensor:
@@ -148,11 +148,11 @@ def close(
     if sublayer.scale != 1.0:
         f = f * sublayer.scale
     is_composed = torch.compiler.is_exporting() or is_distributed(x) or is_distributed(f)
-    p = None if is_distributed(f) else rate(dropout)
+    p = None if is_distributed(f) else rate(dropout)  # the rate that the operator applies
     if p is None:  # the dropout module itself must be called; nothing is left for the operator to drop
         f, p = dropout(f), 0.0
     if x.dtype in (torch.float64, torch.float16, torch.bfloat16) or f.dtype == torch.float64:
-        f = f.to(x.dtype)  # the residual stream keeps its type
+        f = f.to(x.dtype)  # so the residual stream keeps its dtype
     f, where = draw.drop(f, p)  # (rate, seed, site) of the dropout that the operator still applies
     if sublayer.mixing is not None:
         f = drop(f, where).to(x.dtype)
@@ -182,7 +182,8 @@ def close(
         x_plus = apply_changes(owner, sublayer.after, add(x, alpha, beta), padding_mask, streams.kept)
         return Streams(x_plus, others, kept=streams.kept, outputs=streams.outputs)
     fused = getattr(OPS, norm.operator + "_residual")
-    dtype = x.dtype if sublayer.after else f.dtype  # that of N(x⁺), the stream itself or the next F's input
+    # With an `after`, N(x⁺) is the stream itself; otherwise it is the input of the next F, in the dtype of f.
+    dtype = x.dtype if sublayer.after else f.dtype
     x_plus, y, _ = fused(x, f, alpha, beta, *norm.parameters_in_use(x), *norm.own(x), *where, dtype)
     x_plus, normed = (y, None) if sublayer.after else (x_plus, y)
     return Streams(x_plus, others, normed, kept=streams.kept, outputs=streams.outputs)

@@ -35,7 +35,9 @@ class Layer(Growing, Placeable):
     """The base class of encoder and decoder layers: construction, and a residual scheme's run through the sublayers."""
 
     kinds: tuple[str, ...]
+    """The kinds of the sublayers, in order: two in an encoder's layer, three in a decoder's."""
     attentions: tuple[str, ...]
+    """The names of the attributes that hold the attentions, in order."""
     attention_class: type[MultiheadAttention] = MultiheadAttention
     place: Place
     self_attn: Any
@@ -46,6 +48,7 @@ class Layer(Growing, Placeable):
     is_xavier = False
     """True if the initial values are those of torch.nn.Transformer, not of torch.nn's single layers."""
     _refusal: str | None = None
+    """The error's message if the layer may not run outside a stack of this package; None if it may."""
 
     def __init__(
         self,
@@ -141,6 +144,7 @@ class Layer(Growing, Placeable):
     def _set_linear_resets(self) -> None:
         """Gives each linear layer a `reset_parameters` of its own, for code that resets modules one by one."""
         for linear, roles, sublayer in self._linears():
+            # `FirstValues` takes a word for torch.nn's values, and the matrix's roles for those of `init`.
             drawn = ("xavier" if self.is_xavier else "torch") if self.keeps_torchs_values else roles
             vars(linear)["reset_parameters"] = FirstValues(linear, self, drawn, self.place, sublayer)
         if not self.keeps_torchs_values:
@@ -166,7 +170,8 @@ class Layer(Growing, Placeable):
         raise NotImplementedError
 
     def _install(self, factory: Mapping[str, Any], bias: bool) -> None:
-        """Makes the scheme's norms and parameters, in the layer and in its attentions."""
+        """Makes the scheme's norms and parameters, in the layer and in its attentions. `factory`: device and dtype;
+        `bias`: True for norms with biases."""
         self.has_norm_biases = bias
         self._enter_attentions()
         # `part` counts the calls, so that each draws other random values.
@@ -204,9 +209,9 @@ class Layer(Growing, Placeable):
             # The new place does not have these parts of the old one.
             for name in {item.name for item in before} - {item.name for item in items}:
                 delattr(owner, name)
-            missing = [item for item in items if item not in before]
+            missing = [item for item in items if item not in before]  # `part` counts the calls, as in `_install`
             install(owner, missing, place, part, factory=factory, bias=self.has_norm_biases)
-        self.grow(None, device)  # the stack holds t
+        self.grow(None, device)  # the stack holds t, so the layer holds none
         self._set_linear_resets()
         self.placed, self.knows_encoder, self._refusal = "stack", True, None
 
@@ -222,14 +227,15 @@ class Layer(Growing, Placeable):
 
     def _review(self) -> None:
         """Decides whether the layer may run outside a stack of this package."""
-        self._refusal = refusal(self.place, self.placed, not self.keeps_torchs_values)
+        self._refusal = refusal(self.place, self.placed, draws=not self.keeps_torchs_values)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._set_linear_resets()  # pickled linear layers have torch.nn's own `reset_parameters`
 
     def adopt(self, place: Place, in_stack: bool) -> None:
-        """Completes a converted torch.nn layer: its children stay, including the norms that the scheme keeps."""
+        """Completes a converted torch.nn layer: its children stay, including the norms that the scheme keeps.
+        `in_stack`: True if a stack of this package holds the layer, and t with it."""
         self.place, self.is_torchs, self.keeps_torchs_values = place, False, True
         self.placed, self.knows_encoder, self._refusal = "stack", True, None
         # torch.nn's norms come back below, in place of the scheme's new norms with the same names.
@@ -302,7 +308,8 @@ class Layer(Growing, Placeable):
         streams = streams._replace(kept=kept)
         for i, sublayer in enumerate(sublayers):
             if self.placed != "stack":
-                follow(self.place.layer, i, self.placed not in (None, "depth") or not declared.is_profiled)
+                is_told = self.placed not in (None, "depth") or not declared.is_profiled  # as `follow` defines it
+                follow(self.place.layer, i, is_told)
             streams = open_streams(self, sublayer, streams)
             branch_input = begin(self, sublayer, streams, padding_mask)
             is_last = i + 1 == len(sublayers)
@@ -343,6 +350,7 @@ class Layer(Growing, Placeable):
         if mask is None:
             return None
         mask = is_masked(mask)
+        # Without batch_first, x is (T, B, d).
         return mask if mask.dim() == 1 or self.self_attn.batch_first else mask.transpose(0, 1)
 
     def extra_repr(self) -> str:
@@ -387,7 +395,7 @@ def _check_other_attention(layer: Layer, name: str, attention: Any) -> tuple[Sub
     # The declared factor of scores is None for torch.nn's, 1/√d_head.
     needs += ["another scale"] if layer.place.declared.attention is not None else []
     needs += ["inputs of their own for q, k and v"] if mixing.reads_apart(sublayer.mixing) else []
-    if wraps_ours:  # the wrapper passes on all but kept tensors
+    if wraps_ours:  # the wrapper passes everything on, except for kept tensors
         needs = [f"changes at {point}" for point, changes in sublayer.inside.items() if passes(changes)]
     if needs:
         raise InputError(
@@ -409,8 +417,8 @@ def _torchs_masks(
 ) -> dict[str, Any]:
     """Returns masks as torch.nn's layers pass them to attention: an encoder's as floats, a causal one as a tensor."""
     if is_causal and attn_mask is None:
-        positions = 1 if x.dim() == 3 and getattr(attention, "batch_first", False) else 0  # a dimension's number
-        lengths = x.shape[positions], memory.shape[positions]
+        length_dim = 1 if x.dim() == 3 and getattr(attention, "batch_first", False) else 0
+        lengths = x.shape[length_dim], memory.shape[length_dim]
         attn_mask = torch.ones(*lengths, dtype=torch.bool, device=x.device).triu(1)
     masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
     if len(layer.kinds) == 2:  # an encoder's layer

@@ -123,7 +123,8 @@ class Residual(Growing):
     @leaf
     def forward(self, x: Tensor, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """Returns x⁺. `padding_mask`: for norms with statistics; x's shape without the width, True at padding."""
-        follow(self.place.layer, self.number, self.is_told or not self.place.declared.is_profiled)
+        is_told = self.is_told or not self.place.declared.is_profiled  # as `follow` defines it
+        follow(self.place.layer, self.number, is_told)
         streams = Streams(x)
         f, *rest = _tuple(self.sublayer(begin(self, self.declared, streams, padding_mask), *args, **kwargs))
         step: dict[str, Any] = {"alpha_t": self.grown(self.place.layer), "padding_mask": padding_mask}
@@ -140,6 +141,7 @@ def _tuple(output: Any) -> tuple[Any, ...]:
 
 
 _DEPTHS = ("encoder_layers", "decoder_layers")
+"""The options with the depths of the two stacks."""
 
 
 class TransformerEncoderLayer(Layer):
@@ -232,8 +234,8 @@ class TransformerDecoderLayer(Layer):
     def _depths(self, encoder_layers: int | None, decoder_layers: int | None) -> dict[str, Any]:
         """Returns the configuration's architecture and depths. Without `encoder_layers`, both depths are equal."""
         layers = 1 if decoder_layers is None else decoder_layers
-        others = layers if encoder_layers is None else encoder_layers
-        return {"architecture": "encoder-decoder", "encoder_layers": others, "decoder_layers": layers}
+        encoder_depth = layers if encoder_layers is None else encoder_layers
+        return {"architecture": "encoder-decoder", "encoder_layers": encoder_depth, "decoder_layers": layers}
 
     @leaf
     def forward(

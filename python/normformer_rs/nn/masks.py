@@ -35,6 +35,7 @@ class GivenMasks(NamedTuple):
 
 _given: contextvars.ContextVar[GivenMasks | None] = contextvars.ContextVar("normformer_rs_given_masks", default=None)
 _given_compiled: GivenMasks | None = None
+"""The masks that `given` returns in compiled code, for the same reason as `_masks_compiled`."""
 
 
 @contextmanager
@@ -133,6 +134,7 @@ def _given_for(rows: torch.Size) -> Tensor | None:
         return None
     masks = in_force.masks
     fitting = [mask for mask in masks if mask.shape == rows]
+    # The norm's input may be (T, B, d) where the mask is (B, T), or have its rows in one dimension.
     fitting = fitting or [mask.T for mask in masks if len(rows) == 2 and mask.shape == rows[::-1]]
     fitting = fitting or [mask.reshape(-1) for mask in masks if (mask.numel(),) == tuple(rows)]
     is_one = _is_one(fitting)

@@ -28,7 +28,8 @@ def _has_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 
 
-# This does the same as torch.compiler.assume_constant_result, which would import the compiler: 1.5 s.
+# With this mark torch.compile takes the function's result for a constant. torch.compiler.assume_constant_result sets
+# it, too, but would import the compiler, which takes 1.5 s.
 _has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -63,7 +64,7 @@ def _gated(gates: Any, streams: Tensor, *parameters: Tensor) -> tuple[Tensor, ..
     declared kind of gates; `streams`: (…, n, d); `parameters`: those of the gates, in declared order."""
     if isinstance(gates, Joint):
         weight, scale, bias = parameters
-        if gates.scale.shape == (1,):  # at a stack's end
+        if gates.scale.shape == (1,):  # at a stack's end there are only the gates for reading x
             return (formulas.hyper_read(streams, weight, scale, bias),)
         return formulas.hyper_connection(streams, weight, scale, bias, gates.iterations, gates.magnitude)
     if isinstance(gates, Permuted):
@@ -71,7 +72,7 @@ def _gated(gates: Any, streams: Tensor, *parameters: Tensor) -> tuple[Tensor, ..
     if isinstance(gates, Each):
         return formulas.free_hyper_connection(streams, *parameters)
     if isinstance(gates, Channel):
-        if gates.write is None:  # at a stack's end
+        if gates.write is None:  # at a stack's end nothing is written
             return (formulas.channel_read(streams, *parameters),)
         gain, down, up, weight = parameters
         return formulas.channel_connection(streams, gain, down, up, weight, gates.magnitude)
@@ -82,7 +83,7 @@ def write(mixing: Mixing, tensors: Tensors, unwritten: Tensors, f: Tensor) -> Te
     """Returns the tensors after F(x) = f; dropout has already been applied to f. Attention over depth appends f, or
     adds f to the last tensor. A hyper-connection gets the streams that `read` got, perhaps in another dtype."""
     if isinstance(mixing, HyperConnection):
-        (streams,), (weights,) = tensors, unwritten  # one tensor each
+        (streams,), (weights,) = tensors, unwritten  # both tuples have one tensor
         if weights.shape[-1] == 1:  # g alone: every stream stays itself
             return (streams + weights.to(streams.dtype) * f.unsqueeze(-2),)
         return (formulas.mix_streams(streams, weights.to(torch.promote_types(streams.dtype, torch.float32)), f),)

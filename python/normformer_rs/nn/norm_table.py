@@ -24,7 +24,9 @@ class TensorSpec(NamedTuple):
     start: Any
     """The initial value of every element; a parameter's may be a formula as text (`NormSpec.numbers` evaluates it)."""
     is_counter: bool = False
+    """True for a buffer of type int64 that counts steps."""
     std: Any = 0.0
+    """This field and the next two are those of `Numbers`, for parameters."""
     offset: Any = 0.0
     factor: Any = 1.0
 
@@ -130,7 +132,7 @@ class NormSpec(NamedTuple):
         knows_buffers = 1 <= len(statistics) <= 2 and {*statistics} <= {"width", "column"} and counters in ([], ["one"])
         known = ("eps", *COLUMN_OPTIONS, "groups", "sync")
         others = [name for name in self.options if name not in known and name not in beside]
-        problem = None  # (what the entry declares, what its operator has)
+        problem = None  # if the entry does not fit: (what it declares, what its operator has), in words
         if not knows_buffers:
             listed = ", ".join(f"{buffer.name} ({buffer.shape})" for buffer in self.buffers)
             problem = f"the buffers {listed}", "one or two statistics (width or column) and at most one counter (one)"

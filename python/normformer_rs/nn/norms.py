@@ -103,7 +103,7 @@ class RMSNorm(OffsetNorm, norm="rmsnorm"):
         if self.rounds_once(x):
             return super().call(x, weight, bias)
         y = OPS.conventional_rms_norm(x, weight, self.eps_for(x), self.cast, self.eps_place, self.part)
-        return y.contiguous()  # contiguous like a kernel's
+        return y.contiguous()  # a kernel's result is contiguous, too
 
     def extra_repr(self) -> str:
         # Options that torch.nn.RMSNorm does not have are shown only if their value is unusual.
@@ -133,7 +133,7 @@ class BiasedRMSNorm(RMSNorm):
         **rest: Any,
     ) -> None:
         super().__init__(normalized_shape, eps, device=device, dtype=dtype, **rest)
-        if bias:
+        if bias:  # RMSNorm's constructor makes none
             empty = torch.empty(self.normalized_shape, device=device, dtype=dtype)
             self.bias = nn.Parameter(empty)
             self.reset_parameters()
@@ -186,7 +186,7 @@ class FixedScaleNorm(ScaleNorm, norm="scalenorm-fixed"):
         normalized_shape: int | Sequence[int],
         eps: float = 1e-5,
         *,
-        device: Any = None,  # a named argument for torch.nn.utils.skip_init, which looks for it
+        device: Any = None,  # torch.nn.utils.skip_init looks for an argument of this name
         dtype: torch.dtype | None = None,
         **settings: Any,
     ) -> None:

@@ -20,7 +20,7 @@ class ProfilingPass:
 
     def __init__(self) -> None:
         self.deviation: Tensor | None = None
-        """r, (1,); None at the start of a stack, where r is 1."""
+        """r, (1,), the standard deviation of x after the last sublayer; None at the start of a stack, where r is 1."""
         self.gains = 0
         """The number of gains set so far."""
         self.place = (-1, -1)
@@ -43,6 +43,7 @@ def profiling() -> Iterator[ProfilingPass]:
 
 
 def is_profiling() -> bool:
+    """True while a profiling pass runs."""
     return _pass is not None
 
 
@@ -81,7 +82,7 @@ def profile_step(omega: Tensor, x: Tensor, f: Tensor, where: Where) -> None:
         return
     r = omega.new_ones(1) if _pass.deviation is None else _pass.deviation
     if dist.is_available() and dist.is_initialized():
-        dist.broadcast(r, 0)  # each rank has another batch; rank 0's r counts
+        dist.broadcast(r, 0)  # every rank takes rank 0's r, because each has another batch
     if not r.isfinite().all():
         raise InputError(
             f"profiling found a gain on x of {r.item()}: expected a finite number. The branches grow from sublayer to "

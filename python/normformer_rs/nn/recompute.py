@@ -16,12 +16,13 @@ def will_recompute() -> bool:
 
 def saves_by_hooks() -> bool:
     """True if hooks handle the tensors that the current forward saves, as in activation checkpointing."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    also_while_tracing = True
+    return torch._C._autograd._top_saved_tensors_default_hooks(also_while_tracing) is not None
 
 
 def is_second_run() -> bool:
     """True inside a backward pass, where activation checkpointing runs a forward for the second time."""
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != -1  # -1 stands for no backward pass
 
 
 class _Run(NamedTuple):
@@ -53,7 +54,7 @@ class RecomputedStatistics:
             runs.clear()
             look_ups = torch.zeros(0, device=x.device)
         runs.append(_Run(_sums(x), mask, stats))
-        self._found[x.shape] = torch.cat([look_ups, look_ups.new_zeros(1)])
+        self._found[x.shape] = torch.cat([look_ups, look_ups.new_zeros(1)])  # the new run has no look-ups yet
         self._shapes.append(x.shape)
         if len(self._shapes) > LIMIT:
             oldest = self._shapes.pop(0)
@@ -85,7 +86,8 @@ class RecomputedStatistics:
                 if not _is_same(run.mask, mask):
                     distance[i] = torch.inf
         look_ups, latest_first = self._found[x.shape], torch.arange(len(runs), 0, -1, device=x.device)
-        # Only runs at the smallest distance count: first by look-ups, then by time.
+        # Only runs at the smallest distance count. The one with the fewest look-ups comes first; among equals the
+        # latest, for which `latest_first` is smallest: it falls from len(runs) to 1.
         order = torch.where(distance == distance.min(), look_ups * len(runs) + latest_first, torch.inf)
         best = order.argmin(0, keepdim=True)
         self._found[x.shape] = look_ups + (latest_first == len(runs) - best)  # adds 1 at index `best`
@@ -105,4 +107,4 @@ def _sums(x: Tensor) -> Tensor:
     """Returns weighted sums of x's columns, (d,). Each row has another weight, so that the order of rows counts."""
     rows = x.detach().reshape(-1, x.shape[-1])
     weights = torch.linspace(0.5, 1.5, len(rows), dtype=x.dtype, device=x.device) / max(len(rows), 1)
-    return (weights @ rows).nan_to_num()  # a NaN would not equal itself
+    return (weights @ rows).nan_to_num()  # two NaNs would not be equal

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def _class_of(name: str, module: str) -> Any:
     """Returns the class `module` of the norm `name`. Errors: ImportError if no file defines or builds it."""
     for home in (norms, running, blended, composed):
-        if found := getattr(home, module, None):
-            return found
+        if norm_type := getattr(home, module, None):
+            return norm_type
     raise ImportError(f"norm {name} has a form that its options choose, so it needs a class {module} in nn/norms.py")
 
 
@@ -119,5 +119,5 @@ def _own(name: str, config: TransformerConfig) -> "Norm | None":
 @functools.lru_cache(maxsize=256)
 def _settings(name: str, config: TransformerConfig, last_of_decoder: bool, ends_stack: bool) -> Mapping[str, Any]:
     """Returns the norm's keyword arguments, which Rust derives from the configuration."""
-    found = json.loads(_core.norm_settings(config.to_json(), name, last_of_decoder, ends_stack))
-    return {keyword: math.inf if value == "inf" else value for keyword, value in found.items()}
+    settings = json.loads(_core.norm_settings(config.to_json(), name, last_of_decoder, ends_stack))
+    return {keyword: math.inf if value == "inf" else value for keyword, value in settings.items()}

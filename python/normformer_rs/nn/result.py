@@ -23,8 +23,8 @@ class Typed(nn.Module):
         """Returns the result's dtype for this x."""
         if self.returns == "x":
             return x.dtype
-        own: Any = self._buffers.get("like")
-        weight = next(self.parameters(recurse=False)) if own is None else own
+        stand_in: Any = self._buffers.get("like")  # of a norm without parameters
+        weight = next(self.parameters(recurse=False)) if stand_in is None else stand_in
         return weight.dtype if self.returns == "weight" else torch.promote_types(x.dtype, weight.dtype)
 
     def widened(self, x: Tensor) -> tuple[Tensor, torch.dtype]:

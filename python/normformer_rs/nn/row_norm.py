@@ -21,7 +21,7 @@ def unit_rows(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
     """Returns gain·x/max(‖x‖₂, ε): ScaleNorm as a function. Exported programs contain torch's own operations."""
     if torch.compiler.is_exporting():
         return composed_norm(x, [gain], DECLARED["scalenorm"].as_floats(eps=eps), "scalenorm")
-    return OPS.scale_norm(x, gain, None, eps)[0]  # (y, statistics for the backward pass)
+    return OPS.scale_norm(x, gain, None, eps)[0]  # of (y, statistics for the backward pass)
 
 
 class RowNorm(Typed):
@@ -186,7 +186,7 @@ class RowNorm(Typed):
         if torch.compiler.is_exporting():
             return self.formula(x)
         if type(x) is not Tensor and not torch.compiler.is_compiling():
-            sharding.register()  # x may be a DTensor
+            sharding.register()  # x may be a DTensor, for which operators need sharding rules
         return self._on_rows(self.call, x)
 
     def extra_repr(self) -> str:

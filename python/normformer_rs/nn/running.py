@@ -22,6 +22,7 @@ from .tracing import functionalizes, leaf
 
 OPS = torch.ops.normformer_rs
 MODES = ("paper", "release")
+"""The modes of PowerNorm: the paper's algorithm, and that of the authors' code."""
 
 
 class GroupScaling(nn.Module):
@@ -211,7 +212,7 @@ class RunningNorm(Steered, Typed):
             else:
                 self.take_over()  # the statistics become that module's if this one's weights were averaged
         # Without the operator there is only evaluation, by a formula.
-        unsupported = None  # the kind of call for which the operator cannot update statistics
+        unsupported = None  # a kind of call in which the operator cannot update statistics, in words
         if not is_compiling:
             if is_sharded(x):
                 unsupported = "a DTensor"
@@ -320,7 +321,7 @@ class _OneAlpha(RunningNorm):
         eps: float = 1e-5,
         alpha: float = 0.9,
         *,
-        device: Any = None,  # a named argument for torch.nn.utils.skip_init, which looks for it
+        device: Any = None,  # torch.nn.utils.skip_init looks for an argument of this name
         dtype: torch.dtype | None = None,
         **settings: Any,
     ) -> None:

@@ -118,16 +118,16 @@ def declare(config: TransformerConfig, stack: Any, kinds: tuple[str, ...] | None
             part["value"]["normal"] *= over_width
         return part
 
-    found = json.loads(_core.declare(config.to_json(kinds), stack, kinds), object_hook=scaled)
-    flow: StackSpec = from_json(StackSpec, found["flow"])
-    scheme_fields = {key: found[key] for key in ("has_biases", "is_profiled", "norm", "init", "attention")}
-    return SchemeSpec(tuple(map(_layer, found["layers"])), **flow._asdict(), **scheme_fields)
+    data = json.loads(_core.declare(config.to_json(kinds), stack, kinds), object_hook=scaled)
+    flow: StackSpec = from_json(StackSpec, data["flow"])
+    scheme_fields = {key: data[key] for key in ("has_biases", "is_profiled", "norm", "init", "attention")}
+    return SchemeSpec(tuple(map(_layer, data["layers"])), **flow._asdict(), **scheme_fields)
 
 
 def drawn_over_width(config: TransformerConfig) -> float:
     """Returns the factor by which the parametrisation scales the std of those random matrices of norms and schemes
     whose products are sums over the width."""
-    times_as_wide = config.d_model / (config.base_width or config.d_model)  # compared with the base model
+    times_as_wide = config.d_model / (config.base_width or config.d_model)  # the ratio to the base model
     times_as_deep, depth_alpha = 1.0, None  # the std of sums over the width does not depend on the depth
     multipliers = _core.multipliers(
         config.parametrisation, "hidden-vector", times_as_wide, times_as_deep, depth_alpha, "width"
@@ -135,15 +135,15 @@ def drawn_over_width(config: TransformerConfig) -> float:
     return multipliers["init"]
 
 
-def _layer(found: dict[str, Any]) -> LayerSpec:
+def _layer(data: dict[str, Any]) -> LayerSpec:
     """Returns a layer's declaration from the JSON that Rust wrote."""
-    sublayers = tuple(map(_sublayer, found["sublayers"]))
-    return LayerSpec(from_json(Changes, found["begin"]), sublayers, tuple(found["takes"]), tuple(found["leaves"]))
+    sublayers = tuple(map(_sublayer, data["sublayers"]))
+    return LayerSpec(from_json(Changes, data["begin"]), sublayers, tuple(data["takes"]), tuple(data["leaves"]))
 
 
-def _sublayer(found: dict[str, Any]) -> Sublayer:
+def _sublayer(data: dict[str, Any]) -> Sublayer:
     """Returns a sublayer's declaration from the JSON that Rust wrote. Changes at one point keep their order."""
     inside: dict[str, tuple[Change, ...]] = {}
-    for point, change in found["inside"]:
+    for point, change in data["inside"]:
         inside[point] = (*inside.get(point, ()), from_json(Change, change))
-    return Sublayer(**from_json(ResidualSpec, found["around"])._asdict(), inside=inside, scale=found["scale"])
+    return Sublayer(**from_json(ResidualSpec, data["around"])._asdict(), inside=inside, scale=data["scale"])

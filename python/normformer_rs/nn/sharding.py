@@ -16,7 +16,9 @@ from ..errors import InputError
 from .norm_table import DECLARED, Numbers
 
 OPERATORS = tuple(dict.fromkeys(entry.operator for entry in DECLARED.values() if entry.form == "rows"))
+"""The operators of the norms that work row by row."""
 _TENSORS = "torch.distributed.tensor"
+"""The module that defines DTensor. Without it no tensor is sharded."""
 _is_registered = False
 
 
@@ -83,7 +85,7 @@ def mark_drawn(module: nn.Module) -> None:
 def whole(module: nn.Module) -> Iterator[None]:
     """Replaces the module's own sharded parameters by plain tensors inside the block, so that torch.nn's
     `reset_parameters` can fill them. Afterwards `write_whole` copies their values into the sharded parameters."""
-    has_any = _TENSORS in sys.modules
+    has_any = _TENSORS in sys.modules  # True if there may be DTensors
     sharded: dict[str, Any] = {n: p for n, p in module._parameters.items() if has_any and hasattr(p, "device_mesh")}
     plain = {n: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=p.device)) for n, p in sharded.items()}
     module._parameters.update(plain)
@@ -115,7 +117,7 @@ def _backward(dy: Any, x: Any, weight: Any, bias: Any, stats: Any, *own: Any) ->
     affine, numbers = [_whole(p) for p in (weight, bias)], [_whole(p) for p in own]
     learned = [*affine, *(p for p in numbers if p is not None)]  # ε is a number and has no gradient
     ways = []
-    for placement in _places(x):  # dy, x, stats and dx share it
+    for placement in _places(x):  # dy, x, stats and the gradient of x have the same placement
         # A rank with some of the rows has a part of each parameter's gradient, which is a sum over rows.
         sums = [Partial() if placement.is_shard() and p is not None else Replicate() for p in learned]
         ways.append(([placement, *sums], [placement, placement, *affine, placement, *numbers]))

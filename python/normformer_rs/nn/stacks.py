@@ -106,7 +106,7 @@ class Stack(Growing):
         declared = (place := Place(config, stack)).declared
         weight = first.linear1.weight
         factory = {"device": weight.device, "dtype": weight.dtype}
-        for i, layer in enumerate(self.layers.children()):  # fairseq's list skips layers when it is iterated
+        for i, layer in enumerate(self.layers.children()):  # iterating fairseq's list would skip layers
             layer.move(Place(config, stack, i))
         # Without a named scheme, the stack ends as in torch.nn: with the given norm, or with none.
         self._extend(place, declared.end if not first.is_torchs else (), factory, first.has_norm_biases)
@@ -125,13 +125,14 @@ class Stack(Growing):
         self.train(self.training)
 
     def _extend(self, place: Place, end: tuple[Change, ...], factory: Mapping[str, Any], bias: bool) -> None:
-        """Adds the scheme's own parts of the stack; an existing norm stays."""
+        """Adds the scheme's own parts of the stack; an existing norm stays. `end`: the changes after the last layer;
+        `factory`: device and dtype; `bias`: True for norms with biases."""
         self.place, declared = place, place.declared
         if declared.combine is not None:
             with drawn_apart(factory["device"], "sums"):
                 self.combine = Sums(declared.combine, place, factory, bias)
         for change in end:
-            if change.kind != "norm" or self.norm is None:  # a norm that the caller gave stays
+            if change.kind != "norm" or self.norm is None:  # a norm that the caller gave replaces the scheme's
                 install(self, parts_of(change), place, _END, factory=factory, bias=bias)
         end_norms = (norm for norm in declared.streams if norm is not None)
         install(self, (*parts_of(declared.begin), *end_norms), place, _BEGIN, factory=factory, bias=bias)
@@ -180,7 +181,7 @@ class Stack(Growing):
             else:
                 x = call(layer, x, **grown)
         x = x if combine is None else combine(x, outputs, padding_mask)
-        for end_norm, stream in zip(self.streams, others):  # the streams beside x
+        for end_norm, stream in zip(self.streams, others):  # adds the streams beside x to x
             x = x + (stream if end_norm is None else apply_norm(getattr(self, end_norm.name), stream, padding_mask))
         x, _ = mixing.read(self.mixing, self, (x, *others))
         x = apply_changes(self, self.end, x, padding_mask, kept)

@@ -38,7 +38,7 @@ class Growing(Steered):
         if growth is not None:
             self.register_buffer("t", torch.ones(1, dtype=torch.int64, device=device))
         self._watched: tuple[float, float] | None = None  # the weight's sum and t, when `_watch` last looked
-        self._unmoved = self._times_set = 0  # updates that did not move t; calls of `set_t`
+        self._unmoved = self._times_set = 0  # the numbers of updates that did not move t, and of calls of `set_t`
         self._follow()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ class Growing(Steered):
 
     def steering(self) -> Steering:
         """Returns t, with the parameter whose updates it counts; empty if this module holds no t."""
-        # A copy counts by the parameter in the place of the one whose updates move t in the source.
+        # In a copy, t is paired with the parameter that stands where the source has the one whose updates move t.
         origin, own_parameters = self._origin, [*self.watched()]
         if self.growth is None or origin is None:
             return []
@@ -170,7 +170,7 @@ def first_trained(parameters: Iterable[nn.Parameter]) -> nn.Parameter | None:
     return next((p for p in trained if p.dim() > 1), trained[0] if trained else None)
 
 
-# Hooks on every optimizer of the process; they are registered when the first module needs them.
+# The hooks below act on every optimizer of the process. They are registered when the first module needs them.
 
 _FOLLOWING: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Modules with a t that steps advance."""
@@ -213,7 +213,7 @@ def were_profiled(modules: Iterable[nn.Module]) -> None:
 
 def _listen() -> None:
     """Registers the hooks with every optimizer of the process, once."""
-    if not _LISTENING:  # `disable` makes compiled steps run the hooks eagerly
+    if not _LISTENING:  # with `disable`, compiled steps run the hooks eagerly
         _LISTENING.append(register_optimizer_step_pre_hook(torch.compiler.disable(_begin)))
         _LISTENING.append(register_optimizer_step_post_hook(torch.compiler.disable(_end)))
 
@@ -238,7 +238,7 @@ def _end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _move(optimizer, step.moved)
     unprofiled = [m for m in step.at_start if m in _UNPROFILED]
     if unprofiled:
-        were_profiled(unprofiled)  # one warning is enough
+        were_profiled(unprofiled)  # so that the warning comes only once
         warnings.warn(
             f"admin's gains ω were all 1 in {len(unprofiled)} modules, as if never profiled: call "
             "normformer_rs.nn.profile(model, *batch) with a training batch before the first update",
@@ -259,7 +259,7 @@ def _move(optimizer: torch.optim.Optimizer, moved: set[int]) -> None:
                 t.add_(1 if skipped is None else (skipped == 0).to(t.device))
                 if isinstance(module, Steered):
                     module.keep_step(t)
-                for step in _UNDER_WAY.values():  # the steps that called this one
+                for step in _UNDER_WAY.values():  # steps that called this one must not advance t again
                     step.moved.add(id(t))
 
 

@@ -17,11 +17,12 @@ from .stacks import Sums
 from .step_hooks import Growing, were_profiled
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, RowNorm, RunningNorm, Sums)
-
+"""Modules whose parameters are all gains."""
 MATRICES = ("embedding", "hidden-matrix")
 """The roles of parameters with weight decay."""
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _MATRICES = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention)
+"""Modules of torch.nn, besides the recurrent ones, whose weights are matrices in any shape."""
 
 
 def set_num_updates(model: nn.Module, n: int) -> int:
@@ -73,19 +74,19 @@ def vector_ids(model: nn.Module) -> set[int]:
 
     In linear, convolutional, recurrent and embedding layers of torch.nn, a weight such as (1, d) still is a matrix.
     """
-    found: set[int] = set()
+    ids: set[int] = set()
     for module in model.modules():
         has_matrices = isinstance(module, (*_MATRICES, *_RECURRENT))
         for p in module.parameters(recurse=False):
             if p.dim() <= 1 or (not has_matrices and sum(n > 1 for n in p.shape) <= 1):
-                found.add(id(p))
-    return found
+                ids.add(id(p))
+    return ids
 
 
 def summed_over(model: nn.Module) -> dict[int, str]:
     """Returns, by each parameter's id, the dimension over which products with a norm's or residual scheme's
     parameter are summed: "nothing", "width", "root-width" or "depth"."""
-    found: dict[int, str] = {}
+    dimensions: dict[int, str] = {}
     for module in model.modules():
         declared: dict[str, str] = {**vars(module).get(LEARNED, {})}
         if isinstance(module, RowNorm):
@@ -94,8 +95,8 @@ def summed_over(model: nn.Module) -> dict[int, str]:
             declared |= {name: _matrix_over(module.norm.shape(name)) for name in module.norm.parameters}
         for name, p in module.named_parameters(recurse=False):
             if name in declared:
-                found[id(p)] = declared[name]
-    return found
+                dimensions[id(p)] = declared[name]
+    return dimensions
 
 
 def _matrix_over(shape: Any) -> str:
@@ -106,17 +107,18 @@ def _matrix_over(shape: Any) -> str:
 
 def learned_gains(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters of norms and of residual schemes, by their names."""
-    found = {}
+    gains = {}
     for name, module in model.named_modules():
-        # normformer_rs.Transformer consists of plain nn.Module containers.
+        # The parts of a normformer_rs.Transformer are of the class nn.Module itself.
         is_container = type(module) is nn.Module
+        # There, the part `combine` stands for a `Sums`.
         is_norm = isinstance(module, _NORMS) or (is_container and name.rpartition(".")[2] == "combine")
         is_scheme = isinstance(module, Growing | MultiheadAttention) or is_container
-        for leaf, p in module.named_parameters(recurse=False):
+        for own_name, p in module.named_parameters(recurse=False):
             # A layer's own vectors are its scheme's gains, except for biases.
-            if is_norm or (is_scheme and p.dim() <= 1 and not leaf.endswith("bias")):
-                found[f"{name}.{leaf}".lstrip(".")] = p
-    return found
+            if is_norm or (is_scheme and p.dim() <= 1 and not own_name.endswith("bias")):
+                gains[f"{name}.{own_name}".lstrip(".")] = p
+    return gains
 
 
 def profile(model: nn.Module, *batch: Any, **keywords: Any) -> int:

@@ -14,7 +14,7 @@ from ..text import write_whole
 if TYPE_CHECKING:
     from ..loop.history import History
 
-# The colours of one run's lines: training, validation, the best evaluation, and others.
+# If one run is drawn alone, these are the colours of training, validation, the best evaluation, and other lines.
 _TRAIN, _VALID, _BEST, _LINE = "#8fb3d9", "#c8442f", "#1f6f4a", "#46688c"
 SOFTWARE = "normformer_rs"
 """The name in a PNG's metadata; the extension module (ownership.rs) recognises a run's picture by it."""
@@ -94,12 +94,12 @@ def literal(figure: Any) -> Any:
     from matplotlib.text import Text
     from matplotlib.ticker import FixedFormatter, FuncFormatter
 
-    marks: set[Any] = set()
+    tick_labels: set[Any] = set()
     for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
         if not isinstance(axis.get_major_formatter(), FixedFormatter | FuncFormatter):  # these two may show names
-            marks.update(axis.get_ticklabels(which="both"))
+            tick_labels.update(axis.get_ticklabels(which="both"))
     for text in figure.findobj(Text):
-        if text not in marks:
+        if text not in tick_labels:
             text.set_text(text.get_text().encode("utf-8", "backslashreplace").decode())
             text.set_parse_math(False)
     return figure
@@ -311,5 +311,5 @@ def _bottom(group: Sequence[float], gap: float) -> float:
 
 
 def _top(group: Sequence[float], gap: float) -> float:
-    """Returns the place of the highest of a group's heights, likewise."""
+    """Returns the place of the highest of a group's heights, once they are `gap` apart and centred on their mean."""
     return _bottom(group, gap) + gap * (len(group) - 1)

@@ -7,7 +7,7 @@ from typing import Any
 
 from .curves import COLOURS, literal, name_ends
 
-# The colours of text, of runs in the background, and of grids.
+# INK is the colour of text, OTHERS that of runs in the background, PALE that of grids.
 INK, OTHERS, PALE = "#333333", "#cfcfcf", "#ececec"
 
 Series = dict[tuple[str, ...], list[float]]
@@ -77,7 +77,7 @@ def gains(series: Mapping[str, Series], title: str) -> Any:
 
 def singular_values(series: Mapping[str, Series], title: str) -> Any:
     """Returns a figure of singular values over the largest one, with a line for each run."""
-    drawn = {key: (range(1, len(found) + 1), found) for key, found in series.get("singular", {}).items()}
+    drawn = {key: (range(1, len(values) + 1), values) for key, values in series.get("singular", {}).items()}
     return lines(drawn, title, "number of the singular value", "over the largest")
 
 
@@ -89,9 +89,9 @@ def statistics(series: Mapping[str, Series], title: str) -> Any:
     axes = figure.subplots(2, 1, sharex=True)
     names: list[tuple[str, str]] = []
     for axis, what, label in zip(axes, ("distance", "gradient"), ("‖s_B − s‖/d", "‖g_s‖/d")):
-        parts = {name: found for name, found in series.items() if name.startswith(f"{what}-")}
-        pairs = [(key, name, numbers) for name, found in parts.items() for key, numbers in found.items() if numbers]
-        for (key, name, numbers), shade in zip(pairs, itertools.cycle(COLOURS)):
+        parts = {name: runs for name, runs in series.items() if name.startswith(f"{what}-")}
+        curves = [(key, name, numbers) for name, runs in parts.items() for key, numbers in runs.items() if numbers]
+        for (key, name, numbers), shade in zip(curves, itertools.cycle(COLOURS)):
             axis.plot(updates[key], numbers, color=shade, linewidth=1)
             if what == "distance":
                 names.append((f"{', '.join(key)}: {name.removeprefix('distance-')}", shade))
@@ -110,10 +110,10 @@ def layers(series: Mapping[str, Series], title: str) -> Any:
     stacks = [stack for stack in ("encoder", "decoder") if f"cosine-{stack}" in series]
     figure = new_figure(4.3 * len(stacks), 4.6)
     axes = figure.subplots(2, len(stacks), sharey="row", squeeze=False)
-    keys = list(dict.fromkeys(key for name, found in series.items() if name.startswith("cosine-")
-                              for key in found))  # fmt: skip
+    keys = list(dict.fromkeys(key for name, runs in series.items() if name.startswith("cosine-")
+                              for key in runs))  # fmt: skip
     shades = dict(zip(keys, itertools.cycle(COLOURS)))
-    # The figure's rows of panels, from above: the series that each shows, and its label.
+    # The upper row of panels shows the cosines, the lower one the active units; each has a panel for each stack.
     for line, (what, label) in zip(axes, (("cosine", "cosine with the layer before"), ("active", "active units"))):
         for axis, stack in zip(line, stacks):
             for key, values in series.get(f"{what}-{stack}", {}).items():
@@ -131,7 +131,7 @@ def layers(series: Mapping[str, Series], title: str) -> Any:
 
 def growth(series: Mapping[str, Series], title: str) -> Any:
     """Returns a figure of a growing gain α at each update, with a line for each run."""
-    drawn = {key: (range(1, len(found) + 1), found) for key, found in series.get("alpha", {}).items()}
+    drawn = {key: (range(1, len(alphas) + 1), alphas) for key, alphas in series.get("alpha", {}).items()}
     return lines(drawn, title, "update", "α")
 
 
@@ -144,19 +144,20 @@ def changes(series: Mapping[str, Series], title: str) -> Any:
 def stream(series: Mapping[str, Series], title: str) -> Any:
     """Returns a figure of the mean |x| of the decoder's residual stream by layer, on a logarithmic axis, with a line
     for each run."""
-    drawn = {key: (range(len(found)), found) for key, found in series["size-decoder"].items()}
+    # The first size is that of the stack's input, which counts as layer 0.
+    drawn = {key: (range(len(sizes)), sizes) for key, sizes in series["size-decoder"].items()}
     figure = lines(drawn, title, "layer", "mean |x|", markers=True)
     figure.axes[0].set_yscale("log")
     return figure
 
 
-def lines(found: Mapping[tuple[str, ...], Any], title: str, x: str, y: str, *, markers: bool = False) -> Any:
-    """Returns a figure with a line for each run, and the run's name at the end of its line. `found` has each run's
+def lines(drawn: Mapping[tuple[str, ...], Any], title: str, x: str, y: str, *, markers: bool = False) -> Any:
+    """Returns a figure with a line for each run, and the run's name at the end of its line. `drawn` has each run's
     (places on the x axis, values); `x` and `y` are the axes' labels."""
     figure = new_figure(7.2, 3.6)
     axis = figure.subplots()
-    shades = dict(zip(found, itertools.cycle(COLOURS)))
-    for key, (places, values) in found.items():
+    shades = dict(zip(drawn, itertools.cycle(COLOURS)))
+    for key, (places, values) in drawn.items():
         axis.plot(places, values, "o-" if markers else "-", color=shades[key], markersize=3, linewidth=1.3)
     axis.grid(True, color=PALE, linewidth=0.6)
     axis.set_axisbelow(True)
@@ -164,7 +165,7 @@ def lines(found: Mapping[tuple[str, ...], Any], title: str, x: str, y: str, *, m
     axis.set_xlabel(x, fontsize=8.5)
     axis.set_ylabel(y, fontsize=9)
     axis.margins(x=0.01)
-    name_ends(axis, [(values[-1], ", ".join(key), shades[key]) for key, (_, values) in found.items()])
+    name_ends(axis, [(values[-1], ", ".join(key), shades[key]) for key, (_, values) in drawn.items()])
     heading(figure, title, [])
     return figure
 
@@ -202,13 +203,14 @@ def new_figure(width: float, height: float) -> Any:
     return figure
 
 
-def highlight(axis: Any, found: Series, chosen: Sequence[tuple[str, str, str]]) -> None:
-    """Draws all runs of `found` in grey, and over them the chosen ones, each given as (scheme, rate, colour)."""
-    for norms in found.values():
+def highlight(axis: Any, runs: Series, chosen: Sequence[tuple[str, str, str]]) -> None:
+    """Draws the gradient norms of all `runs` in grey, and over them those of the chosen runs in colour. `runs` has
+    (scheme, rate) as keys; each chosen run is given as (scheme, rate, colour)."""
+    for norms in runs.values():
         axis.plot(range(1, len(norms) + 1), norms, color=OTHERS, linewidth=0.4, alpha=0.6, zorder=1)
     for name, rate, shade in chosen:
-        if (name, rate) in found:
-            chosen_norms = found[name, rate]
+        if (name, rate) in runs:
+            chosen_norms = runs[name, rate]
             axis.plot(range(1, len(chosen_norms) + 1), chosen_norms, color=shade, linewidth=1.1, zorder=2)
     axis.set_yscale("log")
     axis.grid(True, color=PALE, linewidth=0.6)

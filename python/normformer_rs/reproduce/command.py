@@ -170,21 +170,21 @@ def _runs(folder: Path, settings: dict[str, Any]) -> "Runs":
 def measure(rows: Sequence[Row], scale: Scale, results: Results, runs: "Runs", ends: float = math.inf) -> list[Row]:
     """Trains and measures the rows that the table lacks. Returns the rows that it has not measured, because another
     process makes their runs, or because they would begin after `ends`, a time of `time.monotonic`."""
-    left = []
+    not_measured = []
     for number, row in enumerate(rows, 1):
         results.read()
         if results.find(row) is not None:
             continue
         if time.monotonic() >= ends:
-            left.append(row)
+            not_measured.append(row)
             continue
         with runs.claim(row) as is_ours:
             if is_ours:
                 write(f"{results.stem}: {_named(row)} ({number} of {len(rows)})")
                 _measure_row(scale, results, row, runs)
             else:
-                left.append(row)
-    return left
+                not_measured.append(row)
+    return not_measured
 
 
 def _named(row: Row) -> str:
@@ -196,16 +196,17 @@ def _measure_row(scale: Scale, results: Results, row: Row, runs: "Runs") -> None
     """Trains the row's run, if that is not done yet, measures it, and adds the row to the table."""
     from .measures import MEASURES
 
-    done = runs.run(row)
-    measured = [MEASURES[name](runs, done, scale) for name in scale.shown.measures]
+    finished = runs.run(row)
+    measured = [MEASURES[name](runs, finished, scale) for name in scale.shown.measures]
     if scale.shown.compared:
-        measured.append(_p_value(scale, row, done, runs))
+        measured.append(_p_value(scale, row, finished, runs))
     columns = {name: value for measurement in measured for name, value in measurement.columns.items()}
     series = {name: numbers for measurement in measured for name, numbers in measurement.series.items()}
-    results.add(row, {**columns, **done.verdict, **made_by()}, series, _kept(scale, done, measured, results))
+    columns |= {**finished.verdict, **made_by()}
+    results.add(row, columns, series, _kept(scale, finished, measured, results))
 
 
-def _kept(scale: Scale, done: "Run", measured: Sequence["Measured"], results: Results) -> "Kept | None":
+def _kept(scale: Scale, finished: "Run", measured: Sequence["Measured"], results: Results) -> "Kept | None":
     """Returns the data from which the row's figures can be recomputed later; None if the table stores no such data, or
     if no figure of the scale can be recomputed."""
     from .kept import Kept, about
@@ -214,13 +215,13 @@ def _kept(scale: Scale, done: "Run", measured: Sequence["Measured"], results: Re
 
     if not results.keeps or not is_kept(scale.shown.measures):
         return None
-    content = about(done.row, scale) | kept_of_log(done)
+    content = about(finished.row, scale) | kept_of_log(finished)
     for measurement in measured:
         content |= measurement.kept
     return Kept(content, [line for measurement in measured for line in measurement.translations])
 
 
-def _p_value(scale: Scale, row: Row, done: "Run", runs: "Runs") -> "Measured":
+def _p_value(scale: Scale, row: Row, finished: "Run", runs: "Runs") -> "Measured":
     """Returns the p-value of the row against its baseline. It is "" if there is no baseline, if BLEU is not measured,
     or if the baseline's run is not in the folder of runs."""
     from .measures import Measured, p_value
@@ -232,7 +233,7 @@ def _p_value(scale: Scale, row: Row, done: "Run", runs: "Runs") -> "Measured":
         name = ", ".join(baseline.key.values())
         write(f"no p-value: the run of {name} is not in {runs.folder}, only its row is in the table")
         return Measured({"p": ""})
-    return p_value(runs, done, runs.run(baseline), scale)
+    return p_value(runs, finished, runs.run(baseline), scale)
 
 
 def _recompute(tables: Sequence[Results], data: Path) -> None:
@@ -253,7 +254,7 @@ def _recompute(tables: Sequence[Results], data: Path) -> None:
                 continue
             lacking = missing({row.corpus for row in results.scale.rows}, data)
 
-            # The defaults keep the values of this table; without them the function would read those of the last one.
+            # A function reads a loop's variables only when it runs, so the defaults keep the values of this table.
             def references(row: Row, scale: Scale = results.scale, lacking: Container[str] = lacking) -> Any:
                 return None if row.corpus in lacking else runs.references(row, scale)
 

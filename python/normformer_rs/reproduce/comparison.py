@@ -11,10 +11,12 @@ _SCHEMES = tuple(entry["name"] for entry in _TABLES["residuals"])
 _NORMS = tuple(entry["name"] for entry in _TABLES["norms"])
 _NAMES = [(scheme, "layernorm") for scheme in _SCHEMES]
 _NAMES += [("prenorm", norm) for norm in _NORMS if norm != "layernorm"]
+"""The compared pairs (scheme, norm): each scheme with LayerNorm, each other norm with prenorm."""
 _RATES = (1e-3, 3e-3)
 _EQUAL = "xavier"
 """The initialisation that all runs share. A scheme whose own initialisation differs is also trained with that one."""
 _OWN = {entry["name"]: entry["init"] for entry in _TABLES["residuals"]}
+"""The name of each scheme's own initialisation."""
 _SHOWN = Shown(
     measures=("growth",),
     across="lr",
@@ -22,7 +24,7 @@ _SHOWN = Shown(
     picture="comparison",
     value="valid_nll",
 )
-# The options of scale here are _NARROW, those of scale check are _SMALLER.
+# The scale "here" has the options _NARROW, the scale "check" has _SMALLER.
 _LANGUAGE_MODEL: Options = {"architecture": "decoder-only", "label_smoothing": 0.0, "schedule": "constant"}
 _NARROW: Options = {
     **_LANGUAGE_MODEL,

@@ -162,7 +162,7 @@ def missing(names: Iterable[str], data: Path) -> dict[str, list[str]]:
 def check_text(name: str, data: Path) -> None:
     """Checks that the files of the corpus exist. A name that is not in CORPORA, a user's own text, is not checked.
     Errors: InputError that lists the missing files."""
-    for _, files in missing([name] if name in CORPORA else [], data).items():
+    for _, files in missing([name] if name in CORPORA else [], data).items():  # at most one corpus
         raise InputError(
             f"text {name} needs {len(files)} files that {data} lacks (plain or .gz): {', '.join(files)}. "
             f"{CORPORA[name].title}: {CORPORA[name].origin}"

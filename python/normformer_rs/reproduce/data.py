@@ -18,6 +18,7 @@ def parser() -> Command:
     """Returns the command: its line of help, the function that runs it, and the function that adds its flags."""
 
     def add(parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of the command to its parser."""
         parser.usage = "%(prog)s [NAME] [--raw DIR] [--data DIR] [--workers N]"
         entries = [f"{name}: {release.about}. Fetch {'; '.join(release.fetch)}."
                    for name, release in releases.RELEASES.items()]  # fmt: skip

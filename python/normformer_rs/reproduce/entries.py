@@ -80,7 +80,8 @@ def _published(figures: Table, key: dict[str, str]) -> dict[str, str]:
     if not figures:
         return {}
     row: Any = figures
-    for name in key.values():  # the rows are nested tables, by the values of the first one or two columns
+    # The rows are nested tables, by the values of the first one or two columns. A run without figures gets empty ones.
+    for name in key.values():
         if isinstance(row, dict):
             row = row.get(name, [""] * len(figures["columns"]))
     only = figures.get("only", "").format_map(key)  # the one column that has a figure for this run; "" for all
@@ -89,7 +90,8 @@ def _published(figures: Table, key: dict[str, str]) -> dict[str, str]:
 
 
 def _rows(scale: Table) -> tuple[Row, ...]:
-    """Returns a row for each combination of the values of the columns."""
+    """Returns a row for each combination of the values of the columns that the scale's table `rows` lists. `where` has
+    further options for rows with a certain value, and `figures` the paper's figures."""
     figures, where = scale.get("figures") or {}, scale.get("where", {})
     columns = {name: _values(name, values, figures) for name, values in scale["rows"].items() if values != ""}
     # The values of the column `outer` vary slowest, wherever the column stands in the table.

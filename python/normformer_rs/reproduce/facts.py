@@ -74,7 +74,7 @@ def deviations(entry: Reproduction) -> list[str]:
     for fact in facts():
         about = [row for row in rows if fact.is_about(entry, row)]
         if fact.why and about:
-            # Rows are named only if the deviation is not that of all rows.
+            # If every row deviates in this way, no row is named.
             names = dict.fromkeys(name for row in about for name in fact.names(row)) if len(about) < len(rows) else ()
             option = f"{fact.option} ({'; '.join(names)})" if names else fact.option
             source = f"the {fact.where}" if fact.where.startswith("release") else f"the paper ({fact.where})"

@@ -12,6 +12,7 @@ def parser() -> Command:
     """Returns the command: its line of help, the function that runs it, and the function that adds its flags."""
 
     def add(parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of the command to its parser."""
         from . import REPRODUCTIONS
 
         parser.usage = "%(prog)s NAME… --scale check|here|paper [OPTION …]"

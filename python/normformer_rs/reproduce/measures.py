@@ -42,7 +42,8 @@ def bleu(runs: Runs, run: Run, scale: Scale) -> Measured:
     scores, line_counts = score(hypotheses, references, tokenize=tokenize), counts(hypotheses, references, tokenize)
     settings = {"tokenize": tokenize, "resamples": RESAMPLES, "seed": resampling_seed()}
     kept = {"references": digest_of(references), "counts": {**settings, **line_counts._asdict()}}
-    return Measured({"bleu": round(scores.bleu, 2), "sacrebleu": scores.sacrebleu}, {}, kept, hypotheses)
+    columns = {"bleu": round(scores.bleu, 2), "sacrebleu": scores.sacrebleu}
+    return Measured(columns, series={}, kept=kept, translations=hypotheses)
 
 
 def p_value(runs: Runs, run: Run, baseline: Run, scale: Scale) -> Measured:
@@ -54,7 +55,7 @@ def p_value(runs: Runs, run: Run, baseline: Run, scale: Scale) -> Measured:
     baseline_hypotheses, _ = runs.translations(baseline, scale)
     scores = score(hypotheses, references, baseline_hypotheses, tokenize=runs.corpora[run.row.corpus].tokenize)
     p = round(scores.comparison.p_value, 4) if scores.comparison else ""
-    return Measured({"p": p}, {}, {"baseline": digest_of(baseline_hypotheses)})
+    return Measured({"p": p}, series={}, kept={"baseline": digest_of(baseline_hypotheses)})
 
 
 def gradients(runs: Runs, run: Run, scale: Scale) -> Measured:
@@ -195,7 +196,7 @@ def smoothed(runs: Runs, run: Run, scale: Scale) -> Measured:
     if not run.has_ended:
         return Measured(made.smoothed({}))
     kept = {"losses": {part: _losses(run, part, _checkpoint(run, scale)) for part in ("train", "test")}}
-    return Measured(made.smoothed(kept), {}, kept)
+    return Measured(made.smoothed(kept), series={}, kept=kept)
 
 
 def _losses(run: Run, part: str, checkpoint: str) -> list[float]:
@@ -220,8 +221,9 @@ def test_perplexity(runs: Runs, run: Run, scale: Scale) -> Measured:
     validation set."""
     if not run.has_ended:
         return Measured(made.test_perplexity(kept_of_log(run)))
+    # A language model's text has no source.
     kept = {"losses": {"test": _sums(evaluate_loss(run.output, None, run.files["test_target"]))}}
-    return Measured(made.test_perplexity({**kept_of_log(run), **kept}), {}, kept)
+    return Measured(made.test_perplexity({**kept_of_log(run), **kept}), series={}, kept=kept)
 
 
 def _checkpoint(run: Run, scale: Scale) -> str:

@@ -12,6 +12,7 @@ from .._optional import require
 
 _CHUNK = 2000
 """The number of lines that a process gets at a time."""
+# The tags before and after a sentence of a test set.
 _SEGMENT = re.compile(r'<seg id="[0-9]*">\s*')
 _END = re.compile(r"\s*</seg>\s*")
 _SPACES = re.compile(r"\s+")

@@ -46,8 +46,9 @@ def cite(*names: str) -> Citation:
     for name in names:
         if name not in sources:
             raise InputError(unknown("name", name, sources))
-        found = [_bibtex(paper) for paper in papers() if any(_is_named(own, sources[name]) for own in paper["names"])]
-        entries |= dict.fromkeys(found or [f"% {name}: {sources[name]}"])
+        source = sources[name]
+        of_papers = [_bibtex(paper) for paper in papers() if any(_is_named(cited, source) for cited in paper["names"])]
+        entries |= dict.fromkeys(of_papers or [f"% {name}: {source}"])
     return Citation("\n".join(entries))
 
 
@@ -65,7 +66,7 @@ def _sources() -> dict[str, str]:
     for kind in _KINDS:
         for entry in tables()[kind]:
             sources.setdefault(entry["name"], []).append(entry.get("source") or "no source")
-    return {name: "; ".join(dict.fromkeys(of_name)) for name, of_name in sources.items()}
+    return {name: "; ".join(dict.fromkeys(texts)) for name, texts in sources.items()}
 
 
 def _is_named(name: str, source: str) -> bool:
@@ -77,6 +78,7 @@ def _is_named(name: str, source: str) -> bool:
 def _bibtex(paper: dict[str, Any]) -> str:
     """Returns the BibTeX entry of a paper. Its key is the first author's last name, the year, and the title's first
     word of at least four letters."""
+    # BibTeX joins authors with "and"; its word "others" stands for "et al.".
     authors = paper["authors"].replace(" et al.", ", others").replace(", ", " and ")
     word = next(word for word in re.findall(r"[^\W\d_]{4,}", paper["title"]))
     first = paper["authors"].split(",")[0].removesuffix(" et al.").split(" ")[-1]

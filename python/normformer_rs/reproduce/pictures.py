@@ -40,9 +40,9 @@ def _dots(results: Results, title: str, value: str) -> Any:
     points: dict[str, list[tuple[str, float, float]]] = {}
     for row, columns in results.measured:
         measured = number(columns.get(value, ""))
-        # The values of these keys are names, which need no heading.
-        words = [v if k in ("run", "residual", "norm", "encoder_norm") else f"{k} {v}"
-                 for k, v in row.key.items() if k != shown.across]  # fmt: skip
+        # The values of these keys are names that are clear without the key before them.
+        words = [word if key in ("run", "residual", "norm", "encoder_norm") else f"{key} {word}"
+                 for key, word in row.key.items() if key != shown.across]  # fmt: skip
         label = ", ".join(words)
         points.setdefault(label, [])
         if measured is not None and math.isfinite(measured):
@@ -50,6 +50,7 @@ def _dots(results: Results, title: str, value: str) -> Any:
     groups = list(dict.fromkeys(row.key.get(shown.across, "") for row, _ in results.measured))
     figure = new_figure(7.2, 0.34 * len(points) + 1.35)
     axis = figure.subplots()
+    # Heights count from the bottom, so the table's first row is drawn at the top.
     for height, dots in enumerate(reversed(points.values())):
         axis.axhline(height, color=PALE, linewidth=1, zorder=0)
         for group, measured, sd in dots:
@@ -57,8 +58,8 @@ def _dots(results: Results, title: str, value: str) -> Any:
             axis.errorbar(measured, height, xerr=sd, fmt="o", color=colour, markersize=6, zorder=2)
             if len(groups) == 1:  # with several dots on a line their numbers would overlap
                 text = f"{measured:{COLUMNS[value].form}}"
-                where = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
-                axis.annotate(text, (measured, height), **where, fontsize=7.5, color=colour)
+                offset = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
+                axis.annotate(text, (measured, height), **offset, fontsize=7.5, color=colour)
     axis.set_yticks(range(len(points)), [*reversed(points)], fontsize=9)
     axis.set_ylim(-0.6, len(points) - 0.2)
     axis.margins(x=0.12)
@@ -155,15 +156,17 @@ def _comparison(results: Results, title: str, value: str) -> Any:
     with its number."""
     rates = list(dict.fromkeys(row.key["lr"] for row, _ in results.measured))
     common = results.scale.rows[0].key["init"]
-    best: dict[str, float] = {}
+    best_by_name: dict[str, float] = {}  # the lowest value from the common initialisation, over the rates
     for row, columns in results.measured:
         reached = number(columns.get(value, ""))
         if row.key["init"] == common and reached is not None and math.isfinite(reached):
-            best[row.key["name"]] = min(best.get(row.key["name"], math.inf), reached)
-    names = sorted(dict.fromkeys(row.key["name"] for row, _ in results.measured), key=lambda n: best.get(n, math.inf))
+            best_by_name[row.key["name"]] = min(best_by_name.get(row.key["name"], math.inf), reached)
+    all_names = dict.fromkeys(row.key["name"] for row, _ in results.measured)
+    names = sorted(all_names, key=lambda name: best_by_name.get(name, math.inf))
     heights = {name: len(names) - 1 - i for i, name in enumerate(names)}
     figure = new_figure(9.6, 0.21 * len(names) + 1.3)
     panels = figure.subplots(1, 3, sharey=True)
+    # In the first panel an arrow at this edge stands for a dot beyond it.
     edge = _edge([number(columns.get(value, "")) for _, columns in results.measured])
     for axis, column in zip(panels, (value, "largest_grad_norm", "growth")):
         for height in heights.values():
@@ -176,8 +179,8 @@ def _comparison(results: Results, title: str, value: str) -> Any:
                 place = heights[row.key["name"]] + (0.16 if is_common else -0.16)
                 if column == value and measured > edge:
                     axis.plot(edge, place, ">", color=shade, markersize=4, clip_on=False)
-                    where = {"xytext": (-5, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
-                    axis.annotate(f"{measured:.0f}", (edge, place), **where, fontsize=7, color=shade)
+                    offset = {"xytext": (-5, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
+                    axis.annotate(f"{measured:.0f}", (edge, place), **offset, fontsize=7, color=shade)
                     continue
                 axis.errorbar(measured, place, xerr=_sd(columns.get(column, "")), fmt="o", color=shade, markersize=4,
                               markerfacecolor=shade if is_common else "white", linewidth=1)  # fmt: skip
@@ -213,8 +216,8 @@ def _by_key(results: Results, title: str, value: str) -> Any:
     for row, columns in results.measured:
         measured, place = number(columns.get(value, "")), number(row.key[shown.across])
         if measured is not None and place is not None and math.isfinite(measured):
-            rest = tuple(v for k, v in row.key.items() if k != shown.across)
-            x, y = curves.setdefault(rest, ([], []))
+            line_key = tuple(word for key, word in row.key.items() if key != shown.across)
+            x, y = curves.setdefault(line_key, ([], []))
             x.append(place)
             y.append(measured)
     figure = lines(curves, title, shown.across, COLUMNS[value].heading, markers=True)

@@ -141,7 +141,9 @@ def _make_ted(raw: Raw, folder: Path, _: int) -> None:
 # Corpora of IWSLT
 
 _IWSLT15 = {"train": "train", "dev": "tst2012", "test": "tst2013"}
+"""For each part of the corpus, the name of the release's file."""
 _IWSLT14_TESTS = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
+# Lines with the first tags hold no speech. The other tags enclose sentences, which stay.
 _NO_TEXT = ("<url>", "<talkid>", "<keywords>")
 _TAGS = re.compile("</?(?:title|description)>")
 
@@ -208,6 +210,7 @@ class _Parts:
         ):
 
             def training_pairs() -> Iterator[tuple[str, str]]:
+                """Yields the training pairs, and writes the validation pairs that lie between them."""
                 for number, (source, target) in enumerate(pairs, 1):
                     if number % every:
                         yield source, target
@@ -215,7 +218,6 @@ class _Parts:
                         first.write(f"{source}\n")
                         second.write(f"{target}\n")
 
-            # While the training pairs are written, the generator writes the validation pairs.
             _write_pairs(self._both("train"), training_pairs())
 
     def cut(self, operations: int, workers: int, most: int | None) -> None:
@@ -237,6 +239,7 @@ class _Parts:
 
 _GOOGLE = {"train": "train.tok.clean.bpe.32000", "valid": "newstest2013.tok.bpe.32000",
            "test": "newstest2014.tok.bpe.32000"}  # fmt: skip
+"""For each part of the corpus, the name of Google's file."""
 
 
 def _make_wmt14(raw: Raw, folder: Path, _: int) -> None:
@@ -249,14 +252,20 @@ def _make_wmt14(raw: Raw, folder: Path, _: int) -> None:
 def _statmt(folder: str, target: str, parts: tuple[str, ...], test: str, every: int) -> Make:
     """Returns a function that follows fairseq's prepare-wmt14en2de.sh and -en2fr.sh: it normalises punctuation, removes
     non-printing characters, tokenises as Moses does with dashes, takes every `every`-th pair for validation, learns
-    40,000 joint BPE merges, and keeps pairs with 1 to 250 pieces and a ratio of at most 1.5."""
+    40,000 joint BPE merges, and keeps pairs with 1 to 250 pieces and a ratio of at most 1.5. The arguments: the corpus'
+    folder, the language into which English is translated, the names of the training files and of the test set, and
+    `every`."""
 
     def make(raw: Raw, into: Path, workers: int) -> None:
+        """Makes the corpus from the files `raw`, in the folder `into`."""
+
         def training_lines(language: str) -> Iterator[str]:
+            """Yields the lines of all training files of a language."""
             for part in parts:
                 yield from raw.lines(f"{part}.{language}")
 
         def test_lines(language: str) -> Iterator[str]:
+            """Yields the sentences of the test set in a language. English is the source."""
             side = "src" if language == "en" else "ref"
             return moses.segments(raw.lines(f"{test}-{side}.{language}.sgm"))
 
@@ -317,8 +326,8 @@ def _with_english(raw: Raw, pattern: str, form: re.Pattern[str]) -> Iterator[tup
 def _append_pairs(
     folder: Path, name: str, part: str, languages: Iterable[tuple[str, Iterable[tuple[str, str]]]]
 ) -> None:
-    """Appends the sentence pairs of all languages to a part's files, in both directions, with the target language's tag
-    before each source sentence (Johnson et al. 2017)."""
+    """Appends the sentence pairs (other language, English) of all languages to a part's files, in both directions, with
+    the target language's tag before each source sentence (Johnson et al. 2017)."""
     paths = [
         folder / f"{name}-{way}" / f"{part}.{side}" for way in ("to-en", "from-en") for side in ("source", "target")
     ]
@@ -343,7 +352,7 @@ def _make_multiun(raw: Raw, folder: Path, _: int) -> None:
     for language, pairs in _with_english(raw, "MultiUN.*", _UN_NAME):
         last: list[tuple[str, str]] = []
 
-        # The defaults keep this language's values; without them the generator would read the variables of the loop.
+        # A generator reads a loop's variables only when it runs, so the defaults keep the values of this language.
         def training_pairs(pairs: Iterator[tuple[str, str]] = pairs, last: list[tuple[str, str]] = last) -> Iterator:
             """Yields all pairs but the last 8,000, which are left in `last`."""
             for pair in pairs:
@@ -364,6 +373,7 @@ def _copied(corpus: str) -> Make:
     """Returns a function that copies the files of a corpus, which have the same names in the release."""
 
     def make(raw: Raw, folder: Path, _: int) -> None:
+        """Copies the files. A file of the release is found by its name, in any sub-folder."""
         for path in CORPORA[corpus].files.values():
             _write(folder / path, raw.lines(Path(path).name))
 
@@ -442,14 +452,14 @@ RELEASES: dict[str, Release] = {
          "training-parallel-nc-v9.tgz (about 0.1 GB), https://www.statmt.org/wmt14/translation-task.html",
          "training-giga-fren.tar (2.6 GB), https://www.statmt.org/wmt10/", _TESTS),
         _statmt_files("fr", _WMT14_FR, "newstest2014-fren"), ("wmt14-fr",),
-        _statmt("wmt14_en_fr", "fr", _WMT14_FR, "newstest2014-fren", 1333),
+        _statmt("wmt14_en_fr", "fr", _WMT14_FR, "newstest2014-fren", every=1333),
     ),
     "wmt17": Release(
         "WMT'17 en→de",
         (_EUROPARL, _COMMONCRAWL,
          "training-parallel-nc-v12.tgz (about 0.1 GB), https://www.statmt.org/wmt17/translation-task.html", _TESTS),
         _statmt_files("de", _WMT17, "newstest2014-deen"), ("wmt17",),
-        _statmt("wmt17_en_de", "de", _WMT17, "newstest2014-deen", 100),
+        _statmt("wmt17_en_de", "de", _WMT17, "newstest2014-deen", every=100),
     ),
     "ptb": Release(
         "Penn Treebank, Mikolov's",

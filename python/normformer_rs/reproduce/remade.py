@@ -46,14 +46,14 @@ def remade(results: Results, references: References) -> Iterator[Figure]:
     for row, columns in stored(results):
         try:
             if (kept := of_row(results, row, columns)) is None:
-                yield Figure(row, "", "", "nothing is kept of its run", "cannot")
+                yield Figure(row, name="", stored="", made="nothing is kept of its run", state="cannot")
                 continue
             yield from _recompute_row(results, row, columns, kept, references)
         except InputError as error:
-            yield Figure(row, "", "", str(error), "different")
+            yield Figure(row, name="", stored="", made=str(error), state="different")
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError, MemoryError) as error:
             reason = f"expected what a run keeps; got others ({type(error).__name__}: {error})"
-            yield Figure(row, "", "", reason, "different")
+            yield Figure(row, name="", stored="", made=reason, state="different")
 
 
 def stored(results: Results) -> list[tuple[Row, dict[str, str]]]:
@@ -107,13 +107,13 @@ def _recompute_row(
         recomputed |= FIGURES[measure](kept.content) if measure in FIGURES else {}
     if columns.get("bleu") and "bleu" in results.scale.shown.measures:
         if mismatch := _mismatch(kept, references(row)):
-            yield Figure(row, "", "", mismatch, "different")
+            yield Figure(row, name="", stored="", made=mismatch, state="different")
         bleu, line, _ = score_counts(_counts(kept))
         recomputed |= {"bleu": round(bleu, 2), "sacrebleu": line}
         if columns.get("p"):
             reason, p = _p(results, row, kept)
             if reason:
-                yield Figure(row, "p", columns["p"], reason, "cannot")
+                yield Figure(row, "p", columns["p"], made=reason, state="cannot")
             else:
                 recomputed["p"] = p
     for name, value in recomputed.items():

@@ -191,6 +191,7 @@ def judge(output: Path, has_ended: bool) -> dict[str, Any]:
     """Returns a run's losses in nats per token, and its verdict by docs/spec.md §4.14. `output` is the run's folder;
     `has_ended` as in `Run`."""
     events = read_events(output / LOG)
+    # The log of a resumed run has several events of its start.
     started = [event for event in events if event["event"] == "started"]
     entropy = next((event["unigram_entropy"] for event in started if event.get("unigram_entropy")), None)
     if entropy is None:

@@ -156,19 +156,19 @@ def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
     values = list(dict.fromkeys(row.key[shown.across] for row, _ in measured))
     grouped: dict[tuple[str, ...], dict[str, tuple[Row, Found]]] = {}
     for row, columns in measured:
-        rest = tuple(value for key, value in row.key.items() if key != shown.across)  # these values name the line
-        grouped.setdefault(rest, {})[row.key[shown.across]] = row, columns
+        line_key = tuple(value for key, value in row.key.items() if key != shown.across)
+        grouped.setdefault(line_key, {})[row.key[shown.across]] = row, columns
     keys = [key for key in measured[0][0].key if key != shown.across] if measured else []
     lines, first_mean = [], None
-    for rest, cells_by_value in grouped.items():
+    for line_key, cells_by_value in grouped.items():
         cells = [_cell(*cells_by_value[value], shown, compared) if value in cells_by_value else "" for value in values]
         if shown.across == "lr" and (best := _best(cells_by_value, shown)) is not None and len(cells_by_value) > 1:
-            # Beyond a rate at the edge of the grid a better one may lie, so the table marks it.
+            # If the best rate is the lowest or highest one, a better one may lie beyond, so the table marks it.
             is_edge = float(best) in (max(map(float, cells_by_value)), min(map(float, cells_by_value)))
             cells[values.index(best)] += " (edge)" if is_edge else ""
-        paper: dict[str, str] = {}
+        paper_figures: dict[str, str] = {}
         for row, _ in cells_by_value.values():
-            paper |= row.paper
+            paper_figures |= row.paper
         if shown.mean:
             numbers = [number(columns.get(shown.value, "")) for _, columns in cells_by_value.values()]
             known = [value for value in numbers if value is not None]
@@ -179,7 +179,7 @@ def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
                 cells += ["", ""]
             else:
                 cells += [f"{mean:{form}}", f"{mean - first_mean:+{form}}"]
-        lines.append([*rest, *cells, *(paper.get(name, "") for name in papers)])
+        lines.append([*line_key, *cells, *(paper_figures.get(name, "") for name in papers)])
     mean_headings = ["mean", "Δ from the first row"] if shown.mean else []
     value_headings = [f"{_words(shown.across)} {value}" for value in values]
     return [*map(_words, keys), *value_headings, *mean_headings, *papers], lines
@@ -293,10 +293,10 @@ def section(entry: Reproduction, scale: str, results: Results, file: Path) -> st
     chosen = entry.scales[scale]
     dates = sorted({line["date"] for line in results.rows if line.get("date")})
     lacking = sum(results.find(row) is None for row in results.wanted)
-    left = f"; {lacking} of {len(results.wanted)} runs have not been made" if lacking else ""
-    left += f", {results.stale} of them only with other options" if results.stale else ""
+    not_made = f"; {lacking} of {len(results.wanted)} runs have not been made" if lacking else ""
+    not_made += f", {results.stale} of them only with other options" if results.stale else ""
     when = f"; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}" if dates else ""
-    recipe = f"{chosen.about}{_seeds(results)}{when}{left} (`{results.path('.csv').name}`)."
+    recipe = f"{chosen.about}{_seeds(results)}{when}{not_made} (`{results.path('.csv').name}`)."
     about = f"`normformer-rs reproduce {entry.name} --scale {scale}`: {recipe}"
     parts = [begin, "", *textwrap.wrap(about, WIDTH, break_long_words=False, break_on_hyphens=False), ""]
     parts.append(markdown(*table(results, chosen.shown)))
@@ -324,8 +324,8 @@ def write_section(file: Path, entry: Reproduction, scale: str, results: Results)
     if (begin in whole) != (end in whole) or whole.find(end) < whole.find(begin):
         raise InputError(f"{file}: expected the line {begin} and, after it, {end}; one is missing: write both, or none")
     if begin in whole:
-        head, rest = whole.split(begin, 1)
-        whole = head + new_section + rest.split(end, 1)[1]
+        before, after_begin = whole.split(begin, 1)
+        whole = before + new_section + after_begin.split(end, 1)[1]
     else:
         whole = f"{whole.rstrip()}\n\n## {entry.title}\n\n{new_section}\n"
     text.write_lines(str(file), whole.removesuffix("\n").split("\n"))

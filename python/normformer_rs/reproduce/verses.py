@@ -39,10 +39,11 @@ DIGESTS = {
 """The SHA-256 of each file with which results were measured."""
 _WORDS, _RATIO = (2, 80), 2
 """Limits for a pair: the least and the most words of each side, and the ratio of their lengths in characters."""
-# Tags in OSIS, the modules' markup: the start of a chapter (the group is its name), and the start of a book.
+# These patterns match tags of OSIS, the modules' markup: the start of a chapter (the group is its name), and the start
+# of a book.
 _CHAPTER = re.compile(rb'<chapter[^>]*osisID="(\w+\.\d+)"[^>]*sID')
 _BOOK = re.compile(rb'<div canonical="true"[^>]*sID')
-# Notes and titles, with their content.
+# Notes and titles are removed with their content.
 _NO_TEXT = re.compile(r"<(note|title)\b.*?</\1>", re.S)
 # `cleaned` puts a space in place of each OSIS tag. These patterns find such spaces before closing and after opening
 # punctuation.

@@ -45,7 +45,7 @@ def costs(study: Study, device: str) -> list[Cost]:
 def _cost(study: Study, cell: Cell, corpus: Corpus, files: Files, device: str) -> Cost:
     """Returns the cost of a cell's runs, from `_UPDATES` updates of one of them. `files` are the corpus' files by
     role."""
-    options = {**corpus.options, **study.row(cell, study.lr[0], 1).options}
+    options = {**corpus.options, **study.row(cell, study.lr[0], seed=1).options}
     # Each seed has one run for each rate, to choose the rate, and one more run, which is reported.
     runs, updates = study.seeds * (len(study.lr) + 1), options["updates"]
     dry_run: DryRun = trainer_of(options, files, device).dry_run()

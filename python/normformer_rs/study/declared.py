@@ -175,7 +175,8 @@ class Study:
 
     @functools.cached_property
     def cells(self) -> list[Cell]:
-        """The combinations of depth, initialisation and arm, in the order of the page."""
+        """The combinations of depth, initialisation and arm, in the order of the page. A key has layers or init only if
+        the study has several of them."""
         cells = []
         for layers, init, (name, arm) in itertools.product(self.layers or (None,), self.init, self.arms.items()):
             key = {"arm": name}
@@ -244,7 +245,7 @@ class Study:
     def reproduction(self) -> Reproduction:
         """The study in the form of a reproduction, so that the tables and files of `reproduce` can be used for it."""
         measures = ("first", *(["bleu"] if self.metric == "bleu" else []))
-        rows = tuple(self.row(cell, lr, 1) for cell in self.cells for lr in self.lr)
+        rows = tuple(self.row(cell, lr, seed=1) for cell in self.cells for lr in self.lr)
         scored = "test" if isinstance(self.text, str) or "test_target" in self.text else "valid"
         scale = Scale(self.question, rows, Shown(measures=measures), checkpoint="last", scored=scored, seeds=self.seeds)
         return Reproduction("study", self.title, source="ours", claim=self.question, scales={"rows": scale})
@@ -284,13 +285,14 @@ class Study:
         """Returns the number of updates of a run with these options, which the study's budget determines."""
         if self.updates is not None:
             return self.updates
-        batch = _count(options, "max_tokens") * _count(options, "accumulate")
+        batch = _count(options, "max_tokens") * _count(options, "accumulate")  # the padded tokens of an update
         if self.tokens is not None:
             return max(1, math.ceil(self.tokens / batch))
         if self.flop is not None:
             from ..reproduce.runs import parameters_of
 
-            # Durations may still be shares of the run here, and no model's size depends on them.
+            # An update takes 6·parameters·tokens operations. Durations, which may still be shares of the run here, are
+            # left out, because no model's size depends on them.
             names = {field.name for kind in (TransformerConfig, DataConfig) for field in kind.FIELDS} - {*_CLOCKS}
             sizes = {name: value for name, value in options.items() if name in names}
             return max(1, math.ceil(self.flop / (6 * parameters_of(sizes, *self.corpus, Path(self.data)) * batch)))

@@ -20,6 +20,7 @@ def parser() -> Command:
     """Returns the command: its line of help, the function that runs it, and the function that adds its flags."""
 
     def add(parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of the command to its parser."""
         parser.usage = "%(prog)s [STUDY.toml] [OPTION …]"
         lines = DEFAULT.read_text(encoding="utf-8").splitlines()
         parser.epilog = "\n".join(["STUDY.toml, in the default study:", "", *lines])

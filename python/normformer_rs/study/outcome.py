@@ -100,7 +100,7 @@ def _compared(study: Study, arm: Arm, comparison: Compared | None) -> Arm:
     """Returns the arm with its comparison and, if the study has a margin, with the test of equality."""
     if comparison is None or comparison.difference is None or study.margin is None:
         return arm._replace(compared=comparison)
-    low, high = interval(comparison.difference.spread.numbers, 0.9)
+    low, high = interval(comparison.difference.spread.numbers, share=0.9)
     return arm._replace(compared=comparison, is_equal=-study.margin < low and high < study.margin)
 
 

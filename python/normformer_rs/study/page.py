@@ -25,6 +25,9 @@ _STYLE = (
 )
 
 
+# The page is a list of blocks of the following classes. Each format is written from this list.
+
+
 class Heading(NamedTuple):
     text: str
 

@@ -71,8 +71,8 @@ def _sensitivity(outcome: Outcome) -> Any:
         if means:
             best = min(means) if COLUMNS[outcome.study.metric].falls else max(means)
             axis.plot(best, arm.sensitivity, "o", color=shade, markersize=7)
-            where = {"xytext": (7, -3), "textcoords": "offset points"}
-            axis.annotate(arm.cell.name, (best, arm.sensitivity), **where, fontsize=8.5, color=shade)
+            offset = {"xytext": (7, -3), "textcoords": "offset points"}
+            axis.annotate(arm.cell.name, (best, arm.sensitivity), **offset, fontsize=8.5, color=shade)
     axis.set_xlabel(f"best {COLUMNS[outcome.study.metric].heading} of the grid", fontsize=9)
     axis.set_ylabel("sensitivity to the rate, nats", fontsize=9)
     axis.margins(x=0.25, y=0.15)

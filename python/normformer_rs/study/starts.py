@@ -40,7 +40,7 @@ def _kind(name: str) -> str:
 def _start(study: Study, cell: Cell) -> dict[str, tuple[torch.Size, bytes]]:
     """Returns the shape and a digest of the initial values of each parameter. Digests are returned instead of tensors,
     so that only one model is in memory at a time."""
-    options: Options = study.row(cell, study.lr[0], 1).options
+    options: Options = study.row(cell, study.lr[0], seed=1).options
     known = {field.name for field in TransformerConfig.FIELDS}
     model = TransformerConfig(**{name: value for name, value in options.items() if name in known})
     parameters = Transformer(model.replace(vocab_size=_TYPES), seed=1).state_dict()

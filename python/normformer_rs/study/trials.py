@@ -133,6 +133,7 @@ def trials(study: Study, output: Path) -> Iterator[Trial]:
         raise InputError("a loop of your own is counted in updates: give updates in place of tokens or flop")
     study = dataclasses.replace(study, text=OWN_LOOP)
     results = results_of(study, output)
+    # Only the names and the locks of the runs are used here, so data and device do not matter.
     runs = Runs(output / "runs", Path("data"), device="cpu", progress=False)
     for cell, seed, lr in _wanted(study, results):
         row = study.row(cell, lr, seed)
@@ -157,6 +158,7 @@ def _wanted(study: Study, results: Results) -> Iterator[tuple[Cell, int, float]]
         for cell in study.cells:
             yield from ((cell, row.seed, lr) for row, lr in zip(study.tuning(cell, seed), study.lr))
         for cell in study.cells:
+            # The trials that choose the rates have ended, some of them perhaps in other processes.
             results.read()
             chosen = chosen_of(study, results, cell, seed)
             if chosen is not None and chosen.rate is not None:

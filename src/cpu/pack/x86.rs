@@ -28,7 +28,7 @@ impl Isa for Avx2 {
     type F32 = F32x8x2;
 }
 
-/// The message of the branch for other storage types, which never runs.
+/// The message of `unreachable!` in branches for other storage types.
 const OTHERS: &str = "four types are stored, and f64 does not compute in f32";
 
 /// True if E and T are one type; the compiler removes the branches for other types.
@@ -144,13 +144,15 @@ impl Pack<f32> for F32x16 {
         // SAFETY: the processor has AVX-512; see the head of this file.
         unsafe {
             let bits = _mm256_loadu_si256(bits.as_ptr().cast());
+            // The comparison is unsigned; `as i16` only changes the type of the threshold's bits.
             let kept = _mm256_cmpge_epu16_mask(bits, _mm256_set1_epi16(threshold as i16));
             F32x16(_mm512_maskz_mov_ps(kept, self.0))
         }
     }
 }
 
-/// Rounds thirty-two numbers to bf16, with the results of [`Element::store`].
+/// Rounds thirty-two numbers to bf16, with the results of [`Element::store`]. `native` is true if the processor has an
+/// instruction that rounds to bf16.
 ///
 /// # Safety
 /// The processor has AVX-512 F, BW, DQ and VL; with `native`, also BF16.
@@ -271,6 +273,7 @@ impl Pack<f32> for F32x8x2 {
     /// Rounds two packs to the storage type E, and stores them; `how` decides whether they bypass the caches.
     #[inline(always)]
     fn store<E: Element<Acc = f32>>(block: [Self; 2], to: &mut [E; PAIR_LANES], how: Store) {
+        // Each of a, b, c and d is a register of eight numbers, in the block's order.
         let [F32x8x2([a, b]), F32x8x2([c, d])] = block;
         let to = to.as_mut_ptr();
         let streams = how.streams(to);
@@ -314,7 +317,7 @@ impl Pack<f32> for F32x8x2 {
     }
 }
 
-/// Loads eight bf16 numbers as f32.
+/// Loads eight bf16 numbers and widens them to f32.
 ///
 /// # Safety
 /// The processor has AVX2, and eight numbers lie at `from`.
@@ -333,7 +336,8 @@ unsafe fn widen_bf16(from: *const __m128i) -> __m256 {
     _mm256_castsi256_ps(_mm256_shuffle_epi8(twice, places))
 }
 
-/// Rounds thirty-two numbers to bf16, with the results of [`Element::store`].
+/// Rounds thirty-two numbers to bf16, with the results of [`Element::store`]. Each argument holds eight numbers, each
+/// result sixteen, in order.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn narrow_bf16x32(a: __m256, b: __m256, c: __m256, d: __m256) -> [__m256i; 2] {
@@ -391,6 +395,8 @@ fn narrow8x2_f16(low: __m256, high: __m256) -> __m256i {
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn keep8(v: __m256, bits: *const u16, threshold: u16) -> __m256 {
+    // AVX2 compares only signed numbers. Widened to 32 bits, unsigned 16-bit numbers are signed numbers that are not
+    // negative.
     // SAFETY: guaranteed by the caller.
     let bits = unsafe { _mm256_cvtepu16_epi32(_mm_loadu_si128(bits.cast())) };
     let dropped = _mm256_cmpgt_epi32(_mm256_set1_epi32(threshold as i32), bits);

@@ -18,8 +18,8 @@ pub struct Buffers<T> {
     pub second: T,
     /// The gradients, which the update zeroes.
     pub gradients: T,
-    /// The factor of the gradients, for clipping and the loss's normaliser. If it is not finite, only the gradients
-    /// change.
+    /// The factor of the gradients, which clips them and divides the loss by its normaliser. If it is not finite, only
+    /// the gradients change.
     pub grad_scale: T,
     /// The step size lr·√(1−β₂ᵗ)/(1−β₁ᵗ).
     pub step_size: T,
@@ -41,7 +41,8 @@ pub struct Coefficients {
 pub const STRUCTS: &[&StructLayout] = &[&AdamArguments::LAYOUT];
 
 device_struct! {
-    /// The struct `Adam` of adam.cu.
+    /// The struct `Adam` of adam.cu. `rest1` is 1 − β₁, and `rest2` 1 − β₂. `site` and `update` select the random
+    /// stream; `place` is the first element's index in the run. `count` is the number of chunks of K_VEC elements.
     struct AdamArguments = "Adam" {
         parameters: *mut u8,
         first: *mut u8,
@@ -68,7 +69,8 @@ device_struct! {
 pub fn launch(device: Device, buffers: &Buffers<View>, settings: &Coefficients) -> Result<()> {
     let Buffers { parameters, first, second, gradients, grad_scale, step_size, keep } = buffers;
     let Coefficients { beta1, beta2, eps, rounding } = *settings;
-    // Four elements at a time need 16-byte alignment, whole chunks, and random bits from one block of Philox.
+    // A thread updates chunks of four elements if three conditions hold. A chunk is 16 aligned bytes, no smaller chunk
+    // is left at the end, and a chunk's random bits lie in one block of the generator Philox.
     let is_multiple_of_4 = |n: i64| n % 4 == 0;
     let is_wide = aligned(&[parameters, first, second, gradients]) && is_multiple_of_4(parameters.cols);
     let vec = if is_wide && is_multiple_of_4(rounding.first as i64) { 4 } else { 1 };
@@ -106,21 +108,22 @@ pub fn composed(buffers: &Buffers<Tensor>, settings: &Coefficients) -> Result<()
     let Buffers { parameters, first, second, gradients, grad_scale, step_size, keep } = buffers;
     let Coefficients { beta1, beta2, eps, rounding } = settings;
     let finite = grad_scale.f_isfinite()?;
-    // Writes `new` to `to`, or leaves `to` as it is if the gradient scale is not finite.
+    // Writes `new` to `to`, or leaves `to` as it is if the gradient scale is not finite. The shallow clone is a mutable
+    // handle of the same memory.
     let write_if_finite = |to: &Tensor, new: &Tensor| -> Result<()> {
         to.shallow_clone().f_copy_(&new.f_where_self(&finite, to)?)?;
         Ok(())
     };
     let widened = |moment: &Tensor| moment.f_to_kind(parameters.kind());
-    // These are the formula's g, m and v.
+    // `d` is the scaled gradient; `m` and `v` are the new moments before rounding.
     let d = gradients.f_mul(grad_scale)?;
     let m = widened(first)?.f_mul_scalar(*beta1)?.f_add(&d.f_mul_scalar(1.0 - beta1)?)?;
     let v = widened(second)?.f_mul_scalar(*beta2)?.f_add(&d.f_square()?.f_mul_scalar(1.0 - beta2)?)?;
     let change = m.f_mul(step_size)?.f_div(&v.f_sqrt()?.f_add_scalar(*eps)?)?;
     write_if_finite(parameters, &parameters.f_mul(keep)?.f_sub(&change)?)?;
-    for (moment, new, number) in [(first, m, 0), (second, v, 1)] {
+    for (moment, new, index) in [(first, m, 0), (second, v, 1)] {
         match moment.kind() {
-            Kind::BFloat16 => write_if_finite(moment, &rounded(&new, rounding, number)?)?,
+            Kind::BFloat16 => write_if_finite(moment, &rounded(&new, rounding, index)?)?,
             _ => write_if_finite(moment, &new)?,
         }
     }
@@ -128,18 +131,19 @@ pub fn composed(buffers: &Buffers<Tensor>, settings: &Coefficients) -> Result<()
     Ok(())
 }
 
-/// Returns `exact` rounded to bf16 stochastically, with the random bits that the kernels use. `moment` is 0 for the
-/// first moment, 1 for the second.
+/// Returns the moments `exact` rounded stochastically to bf16, with the random bits that the kernels use. `moment` is 0
+/// for the first moment, 1 for the second.
 fn rounded(exact: &Tensor, rounding: &Rounding, moment: usize) -> Result<Tensor> {
+    // A row of the stream has the bits of ROW elements: one half word per element for m, then one per element for v.
+    // The first element is number `start` of its row.
     let (count, start) = (exact.numel(), rounding.first % ROW);
     let rows = (start + count).div_ceil(ROW);
     let mut bits = philox::scratch(rows, 2 * ROW);
     philox::fill(&rounding.stream(), rounding.first / ROW, rows, 2 * ROW, &mut bits);
-    // A row of bits has one half word per element for m, then one per element for v.
     let moment_bits = bits.chunks_exact(2 * ROW).flat_map(|row| &row[moment * ROW..][..ROW]);
     let bits: Vec<i32> = moment_bits.skip(start).take(count).map(|bits| i32::from(*bits)).collect();
     let bits = Tensor::f_from_slice(&bits)?.f_to_device(exact.device())?.f_view_as(exact)?;
-    // Adds the random bits to the half of each f32 that bf16 lacks, and then drops that half.
+    // bf16 is the upper half of an f32. The random bits are added to the lower half, which is then dropped.
     let sum = exact.f_to_kind(Kind::Float)?.f_view_dtype(Kind::Int)?.f_add(&bits)?;
     Ok(sum.f_bitwise_and(0xffff_0000u32 as i32 as i64)?.f_view_dtype(Kind::Float)?.f_to_kind(Kind::BFloat16)?)
 }

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::kernel::dropout::Draw;
 use crate::kernel::view::{by_dtype, View};
 
-/// The settings of a call, for kernels and for the formula.
+/// The settings of an attention call, for the kernel and for the formula in tch operations.
 #[derive(Clone, Copy)]
 pub struct Settings {
     pub heads: i64,
@@ -18,8 +18,9 @@ pub struct Settings {
     pub draw: Draw,
 }
 
-/// The inputs of the forward and the backward pass. n query rows and m key rows are packed sentences; `ranges`, int64
-/// (sentences, 4), holds (q_start, q_len, k_start, k_len) of each sentence.
+/// The inputs of the forward and the backward pass. The rows of all sentences' queries follow each other in `q`, those
+/// of their keys and values in `k` and `v`. `ranges`, int64 (sentences, 4), holds (q_start, q_len, k_start, k_len) of
+/// each sentence: its first row and number of rows in `q`, and those in `k` and `v`.
 pub struct AttentionViews {
     pub q: View,
     pub k: View,
@@ -28,13 +29,14 @@ pub struct AttentionViews {
     pub settings: Settings,
 }
 
-/// Computes out and each query's log sum of exponentials, lse.
+/// Computes the attention `out` (as `q`) and `lse`, the log Σ exp(score) of each query and head (queries, heads).
 pub fn forward(a: &AttentionViews, out: &View, lse: &View) -> Result<()> {
     by_dtype!(a.q, E => forward_typed::<E>(a, out, lse))
 }
 
-/// Computes dq, dk and dv from the forward pass's lse. If lse was computed from more than these keys, `shares` holds
-/// the sum of each query's weights over these keys, in the shape of lse.
+/// Computes the gradients (dq, dk, dv) from `dout`, the gradient of out, and the forward pass's lse. If lse was
+/// computed from more than these keys, `shares` holds the sum of each query's weights over these keys, in the shape of
+/// lse.
 pub fn backward(
     a: &AttentionViews,
     dout: &View,
@@ -49,7 +51,7 @@ impl AttentionViews {
     /// Returns the sequences of `ranges` after checking them. `keys_too` is true if gradients of keys are written as
     /// well.
     fn sequences(&self, keys_too: bool) -> Result<Vec<Sequence>> {
-        // SAFETY: the operator's declaration guarantees that ranges is a contiguous int64 matrix with four columns.
+        // SAFETY: the operator's declaration guarantees that `ranges` is a contiguous int64 matrix with four columns.
         sequences(unsafe { self.ranges.slice::<i64>() }, [self.q.rows, self.k.rows], keys_too)
     }
 
@@ -61,17 +63,19 @@ impl AttentionViews {
     }
 }
 
-/// Checks ranges and returns their sequences. Sequences must be inside the rows of queries and keys. Their query rows
-/// must be in order and disjoint, because several threads write them; with `keys_too`, their key rows too.
+/// Checks `ranges`, which holds (q_start, q_len, k_start, k_len) of each sequence, and returns the sequences. They must
+/// lie inside the `q_rows` query rows and `k_rows` key rows. Their query rows must be in order and disjoint, because
+/// several threads write them; with `keys_too`, their key rows too.
 pub(super) fn sequences(ranges: &[i64], [q_rows, k_rows]: [i64; 2], keys_too: bool) -> Result<Vec<Sequence>> {
     let (mut q_end, mut k_end) = (0, 0);
-    // start + len might overflow, rows − len does not: `len > rows` is tested first.
+    // True if a range ends after the last row. start + len might overflow, but rows − len does not, because `len >
+    // rows` is tested first.
     let beyond = |start: i64, len: i64, rows: i64| len > rows || start > rows - len;
     let mut sequences = memory::reserved(ranges.len() / 4);
-    for (i, r) in ranges.chunks_exact(4).enumerate() {
-        let (q_start, q_len, k_start, k_len) = (r[0], r[1], r[2], r[3]);
-        let refuse = |why: String| Err(Error::Torch(format!("attention: range {i} {r:?} {why}")));
-        if r.iter().any(|v| *v < 0) || beyond(q_start, q_len, q_rows) || beyond(k_start, k_len, k_rows) {
+    for (i, range) in ranges.chunks_exact(4).enumerate() {
+        let (q_start, q_len, k_start, k_len) = (range[0], range[1], range[2], range[3]);
+        let refuse = |why: String| Err(Error::Torch(format!("attention: range {i} {range:?} {why}")));
+        if range.iter().any(|v| *v < 0) || beyond(q_start, q_len, q_rows) || beyond(k_start, k_len, k_rows) {
             return refuse(format!("lies outside the {q_rows} query and {k_rows} key rows"));
         }
         if q_start < q_end || keys_too && k_start < k_end {
@@ -87,48 +91,50 @@ pub(super) fn sequences(ranges: &[i64], [q_rows, k_rows]: [i64; 2], keys_too: bo
 /// Returns the view as a matrix to read.
 ///
 /// # Safety
-/// The view is of E, and lives as long as the matrix is used.
-unsafe fn matrix<'a, E>(v: &View) -> Matrix<'a, E> {
-    Matrix { data: v.slice(), stride: v.stride as usize }
+/// The view's dtype is E, and its tensor lives as long as the matrix is used.
+unsafe fn matrix<'a, E>(view: &View) -> Matrix<'a, E> {
+    Matrix { data: view.slice(), stride: view.stride as usize }
 }
 
 /// Returns the view as a matrix to write.
 ///
 /// # Safety
-/// The conditions of [`matrix`] hold, the tensor is fresh, and each thread uses only the rows of its own sequences.
-unsafe fn matrix_mut<E>(v: &View) -> MatrixMut<E> {
-    let all = v.slice_mut::<E>();
-    MatrixMut::new(all.as_mut_ptr(), all.len(), v.stride as usize)
+/// The conditions of [`matrix`] hold, nothing else uses the tensor, and each thread uses only the rows of its own
+/// sequences.
+unsafe fn matrix_mut<E>(view: &View) -> MatrixMut<E> {
+    let numbers = view.slice_mut::<E>();
+    MatrixMut::new(numbers.as_mut_ptr(), numbers.len(), view.stride as usize)
 }
 
-/// Returns the least number of sequences that are worth a thread of their own: those with about 128 query rows.
+/// Returns the least number of sequences that are worth a thread of their own: as many as have about 128 query rows
+/// together.
 fn grain(sequences: &[Sequence]) -> usize {
     let rows: usize = sequences.iter().map(|s| s.q_len).sum();
     (128 * sequences.len() / rows.max(1)).max(1)
 }
 
-/// Runs [`forward`] for the storage type E of q, k and v; threads share the sequences.
+/// Computes `out` and `lse`, as [`forward`] does, for the storage type E of q, k and v; threads share the sequences.
 fn forward_typed<E: Element>(a: &AttentionViews, out: &View, lse: &View) -> Result<()> {
-    // Keys are only read, so sequences may share them.
+    // The argument `false` allows sequences to share keys, which are only read.
     let (attention, sequences) = (a.attention(), a.sequences(false)?);
-    // SAFETY: the operator's declaration guarantees dtypes and widths; out and lse are fresh, and sequences have
-    // disjoint query rows.
+    // SAFETY: the operator's declaration guarantees dtypes and widths; only this call uses the new tensors out and lse,
+    // and sequences have disjoint query rows.
     unsafe {
-        // Sequences are disjoint, so if they have fewer rows than q, some rows are in no sequence. Their results are 0.
+        // Sequences are disjoint, so if they have fewer rows than q, some rows are in no sequence. Results there are 0.
         if sequences.iter().map(|s| s.q_len).sum::<usize>() < a.q.rows() {
             out.slice_mut::<E>().fill(E::default());
             lse.slice_mut::<E::Acc>().fill(E::Acc::ZERO);
         }
         let (q, k, v) = (matrix::<E>(&a.q), matrix::<E>(&a.k), matrix::<E>(&a.v));
         let (out, lse) = (matrix_mut::<E>(out), matrix_mut::<E::Acc>(lse));
-        parallel::for_each(sequences.len(), grain(&sequences), |r| {
-            forward_sequences::<E>(&attention, &sequences[r], q, k, v, out, lse);
+        parallel::for_each(sequences.len(), grain(&sequences), |range| {
+            forward_sequences::<E>(&attention, &sequences[range], q, k, v, out, lse);
         });
     }
     Ok(())
 }
 
-/// Runs [`backward`] for the storage type E of q, k and v; threads share the sequences.
+/// Computes `gradients`, as [`backward`] does, for the storage type E of q, k and v; threads share the sequences.
 fn backward_typed<E: Element>(
     a: &AttentionViews,
     dout: &View,
@@ -136,24 +142,24 @@ fn backward_typed<E: Element>(
     shares: Option<&View>,
     [dq, dk, dv]: &[View; 3],
 ) -> Result<()> {
-    // Gradients of keys are written, so sequences must not share keys.
+    // The argument `true` forbids sequences to share keys, because gradients of keys are written.
     let (attention, sequences) = (a.attention(), a.sequences(true)?);
-    // SAFETY: the conditions of `forward_typed` hold; dq, dk and dv are fresh, and sequences have disjoint key rows
-    // too.
+    // SAFETY: the operator's declaration guarantees dtypes and widths; only this call uses the new tensors dq, dk and
+    // dv. Sequences have disjoint query rows and disjoint key rows.
     unsafe {
         let queries: usize = sequences.iter().map(|s| s.q_len).sum();
         let keys: usize = sequences.iter().map(|s| s.k_len).sum();
         // Rows that are in no sequence have the gradient 0.
-        for (d, covered) in [(dq, queries), (dk, keys), (dv, keys)] {
-            if covered < d.rows() {
-                d.slice_mut::<E>().fill(E::default());
+        for (gradient, rows_in_sequences) in [(dq, queries), (dk, keys), (dv, keys)] {
+            if rows_in_sequences < gradient.rows() {
+                gradient.slice_mut::<E>().fill(E::default());
             }
         }
         let (q, k, v) = (matrix::<E>(&a.q), matrix::<E>(&a.k), matrix::<E>(&a.v));
         let (dout, lse, shares) = (matrix::<E>(dout), matrix::<E::Acc>(lse), shares.map(|s| matrix::<E::Acc>(s)));
         let (dq, dk, dv) = (matrix_mut::<E>(dq), matrix_mut::<E>(dk), matrix_mut::<E>(dv));
-        parallel::for_each(sequences.len(), grain(&sequences), |r| {
-            backward_sequences::<E>(&attention, &sequences[r], q, k, v, dout, lse, shares, dq, dk, dv);
+        parallel::for_each(sequences.len(), grain(&sequences), |range| {
+            backward_sequences::<E>(&attention, &sequences[range], q, k, v, dout, lse, shares, dq, dk, dv);
         });
     }
     Ok(())

@@ -13,7 +13,7 @@ use tch::Tensor;
 pub struct Extras<'a> {
     /// The softcap c: scores s become c·tanh(s/c).
     pub softcap: Option<f64>,
-    /// Sink logits, one for each head (heads), that are added to the sum of each softmax row.
+    /// Sink logits (heads). The softmax of a head includes its sink as one more score, which has no value.
     pub sinks: Option<&'a Tensor>,
 }
 
@@ -34,8 +34,8 @@ impl Extras<'_> {
         }
     }
 
-    /// Returns the weights of scores (n, heads, queries, keys); NaN if a query sees neither key nor sink. `hidden` is
-    /// true where a query does not see a key.
+    /// Returns the softmax of scores (n, heads, queries, keys) over the keys; NaN if a query sees neither key nor sink.
+    /// `hidden`, which broadcasts to the scores, is true where a query does not see a key.
     pub fn softmax(&self, scores: &Tensor, hidden: &Tensor) -> Result<Tensor> {
         let scores = self.capped(scores.shallow_clone())?.f_masked_fill(hidden, f64::NEG_INFINITY)?;
         let kind = scores.kind();
@@ -48,9 +48,10 @@ impl Extras<'_> {
     }
 }
 
-/// Computes the attention of q (rows, heads·d_head) to k and v, as the kernel does, for sentences padded to the
-/// longest. `ranges` is as in [`AttentionViews`](super::call::AttentionViews). `draw` returns dropout's factors for a
-/// number of rows and columns; the dropout in `settings` is used by kernels only.
+/// Returns the attention of q (rows, heads·d_head) to k and v, as the kernel computes it; sentences are padded to the
+/// longest. `ranges` (sentences, 4) holds (q_start, q_len, k_start, k_len) of each sentence: its rows in q, and in k
+/// and v. `draw(rows, columns)` returns dropout's factors, or `None` without dropout; `settings.draw` is for kernels
+/// only.
 pub fn composed(
     q: &Tensor,
     k: &Tensor,
@@ -63,33 +64,34 @@ pub fn composed(
     let kind = accumulation(q.kind());
     let device = q.device();
     // Ranges are checked before anything is indexed with them: a GPU would fail without a clear message, and then stay
-    // unusable.
+    // unusable. The argument `false` allows sentences to share keys.
     let sequences = sequences(&host("attention: ranges", ranges)?, [q.size()[0], k.size()[0]], false)?;
     let longest = |len: fn(&Sequence) -> usize| sequences.iter().map(len).max().unwrap_or(0);
     let (q_len, k_len) = (longest(|s| s.q_len), longest(|s| s.k_len));
     let n = sequences.len();
-    // No query has a key, so out is 0; as a product with q it stays in autograd's graph.
+    // If no query has a key, the result is 0. As a product with q it stays in autograd's graph.
     if [n, q_len, k_len].contains(&0) {
         return Ok(q.f_mul_scalar(0.0)?);
     }
-    // Returns the row to read for each (sequence, position). A position past a sequence's end reads the sequence's
-    // first row (row 0 if the sequence is empty), and is masked.
+    // Returns the row to read for each (sequence, position). `range` returns a sequence's (first row, length). A
+    // position past a sequence's end reads the sequence's first row (row 0 if the sequence is empty), and is masked.
     let rows = |range: fn(&Sequence) -> (usize, usize), longest: usize| -> Result<Tensor> {
         let mut rows = memory::reserved::<i64>(n.saturating_mul(longest));
         rows.extend(sequences.iter().map(range).flat_map(|(start, len)| {
-            let spare = if len > 0 { start } else { 0 };
-            (0..longest).map(move |i| if i < len { start + i } else { spare } as i64)
+            let padding_row = if len > 0 { start } else { 0 };
+            (0..longest).map(move |i| if i < len { start + i } else { padding_row } as i64)
         }));
         Ok(Tensor::f_from_slice(&rows)?.f_to_device(device)?)
     };
     let (q_rows, k_rows) = (rows(|s| (s.q_start, s.q_len), q_len)?, rows(|s| (s.k_start, s.k_len), k_len)?);
     let mut visible = memory::reserved::<bool>(n.saturating_mul(q_len).saturating_mul(k_len));
     visible.extend(sequences.iter().flat_map(|s| {
-        // With a causal mask key j is visible if j ≤ i + k_len − q_len; this form avoids negative numbers.
+        // With a causal mask, key j is visible to query i if j ≤ i + k_len − q_len; this form avoids negative numbers.
         let is_past = move |i: usize, j: usize| j + s.q_len <= i + s.k_len;
         (0..q_len).flat_map(move |i| (0..k_len).map(move |j| j < s.k_len && (!settings.causal || is_past(i, j))))
     }));
-    // `real` holds the indices of the real queries among the n·q_len padded positions.
+    // `real` holds the indices of the real queries among the n·q_len padded positions. Query t of sequence i is at
+    // position i·q_len + t.
     let mut real = memory::reserved::<i64>(sequences.iter().map(|s| s.q_len).sum());
     real.extend(sequences.iter().enumerate().flat_map(|(i, s)| (0..s.q_len).map(move |t| (i * q_len + t) as i64)));
     let (n, q_len, k_len) = (n as i64, q_len as i64, k_len as i64);
@@ -104,7 +106,8 @@ pub fn composed(
     let scores = qh.f_matmul(&kh.f_transpose(-2, -1)?)?.f_mul_scalar(settings.scale)?;
     let hidden = visible.f_logical_not()?;
     let mut weights = extras.softmax(&scores, &hidden)?.f_masked_fill(&hidden, 0.0)?;
-    // Dropout's element is (query row·heads + head, key), as in the kernel, so both drop the same weights.
+    // Dropout's factors have a row for each query row and head, and a column for each key, as in the kernel, so both
+    // drop the same weights.
     let (rows, heads) = (q.size()[0], settings.heads);
     if let Some(factors) = draw(rows * heads, k_len)? {
         let factors = factors.f_to_kind(kind)?.f_to_device(device)?.f_reshape([rows, heads, k_len].as_slice())?;
@@ -113,7 +116,7 @@ pub fn composed(
     }
     let out = weights.f_matmul(&vh)?.f_transpose(1, 2)?.f_reshape([n * q_len, -1].as_slice())?; // (n·q_len, d)
     let real = Tensor::f_from_slice(&real)?.f_to_device(device)?;
-    // Rows in no sequence stay 0.
+    // Rows of q that are in no sequence stay 0.
     let zeros = q.f_to_kind(kind)?.f_zeros_like()?;
     Ok(zeros.f_index_copy(0, &q_rows.f_index_select(0, &real)?, &out.f_index_select(0, &real)?)?.f_to_kind(q.kind())?)
 }

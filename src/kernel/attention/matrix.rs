@@ -1,4 +1,4 @@
-//! Matrices in memory (the operands), and copies between their rows and the workspace.
+//! Matrices in memory, the operands of attention, and copies between their rows and the kernel's workspace.
 
 use crate::cpu::{Accumulator, Element};
 use crate::kernel::math::LANES;
@@ -52,7 +52,7 @@ impl<E> MatrixMut<E> {
     }
 }
 
-/// Applies `f` to sixteen values. The result is a new array, so the compiler knows that it does not overlap `x`.
+/// Returns f of each of sixteen values. The result is a new array, so the compiler knows that it does not overlap `x`.
 #[inline(always)]
 fn each<T: Copy, A: Accumulator>(x: [T; LANES], f: impl Fn(T) -> A) -> [A; LANES] {
     let mut y = [A::ZERO; LANES];
@@ -62,8 +62,8 @@ fn each<T: Copy, A: Accumulator>(x: [T; LANES], f: impl Fn(T) -> A) -> [A; LANES
     y
 }
 
-/// Copies one head's `d` columns, from `column` on, of `rows` rows, from row `first` on, to `to`, widened and
-/// multiplied by `scale`. Rows of `to` are `width` apart; their padding is not written.
+/// Copies a part of `from` to `to`, widened to the computing type and multiplied by `scale`: rows `first..first +
+/// rows`, and one head's columns `column..column + d`. Rows of `to` are `width` apart; their padding is not written.
 #[inline(always)]
 pub(super) fn load<E: Element>(
     from: &Matrix<E>,
@@ -76,20 +76,20 @@ pub(super) fn load<E: Element>(
     width: usize,
 ) {
     for (i, to) in to.chunks_exact_mut(width).take(rows).enumerate() {
-        let (xs, rest) = from.row(first + i, column, d).as_chunks::<LANES>();
-        let (whole, part) = to.split_at_mut(xs.len() * LANES);
-        for (to, x) in whole.as_chunks_mut().0.iter_mut().zip(xs) {
-            *to = each(*x, |x| x.load() * scale);
+        let (chunks, rest) = from.row(first + i, column, d).as_chunks::<LANES>();
+        let (to_chunks, to_rest) = to.split_at_mut(chunks.len() * LANES);
+        for (to, chunk) in to_chunks.as_chunks_mut().0.iter_mut().zip(chunks) {
+            *to = each(*chunk, |x| x.load() * scale);
         }
-        for (to, x) in part.iter_mut().zip(rest) {
+        for (to, x) in to_rest.iter_mut().zip(rest) {
             *to = x.load() * scale;
         }
     }
 }
 
-/// Transposes a matrix (rows, columns): copies the columns of `from`, whose rows are `width` apart, to the rows of
-/// `to`, which are `lanes` apart. It works in blocks of four, so up to three more rows and columns are read and
-/// written.
+/// Transposes a matrix (rows, columns): copies the columns of `from`, whose rows are `width` numbers apart, to the rows
+/// of `to`, which are `lanes` numbers apart. It works in blocks of four, so up to three more rows and columns are read
+/// and written.
 #[inline(always)]
 pub(super) fn transpose<A: Accumulator>(
     from: &[A],
@@ -103,6 +103,7 @@ pub(super) fn transpose<A: Accumulator>(
     if rows == 0 || columns == 0 {
         return;
     }
+    // These are the lengths up to the last element that is read and the last that is written.
     assert!((rows - 1) * width + columns <= from.len() && (columns - 1) * lanes + rows <= to.len());
     #[cfg(target_arch = "x86_64")]
     if TypeId::of::<A>() == TypeId::of::<f32>() {

@@ -14,8 +14,9 @@ pub(super) const REPLACE: bool = false;
 pub(super) const ADD: bool = true;
 
 multiversion! {
-    /// Computes C = A·B (or C += A·B if `add`) for shape [m, n, k], with m a multiple of [`TILE`] and n of [`LANES`].
-    /// A's element (i, p) lies at i·strides[0] + p·strides[1]; the rows of B and C are `ldb` and `ldc` apart.
+    /// Computes C = A·B, or C += A·B if `add` is true. `shape` is [m, n, k]: A is (m, k), B (k, n) and C (m, n), with m
+    /// a multiple of [`TILE`] and n of [`LANES`]. A's element (i, p) lies at i·strides[0] + p·strides[1], so A may be
+    /// the transpose of what is stored. The rows of B are `ldb` apart, those of C `ldc`.
     pub(super) fn product[isa S][A: Accumulator](
         shape: [usize; 3],
         a: &[A],
@@ -44,7 +45,8 @@ multiversion! {
     }
 }
 
-/// Computes [`product()`], one tile of [`TILE`] rows and [`LANES`] columns of C at a time.
+/// Computes C = A·B or C += A·B with the arguments of [`product()`], one tile of [`TILE`] rows and [`LANES`] columns of
+/// C at a time. A tile starts at row i and column j; its sums stay in registers while p runs over the inner dimension.
 #[inline(always)]
 fn tiles<A: Accumulator, S: Isa>(
     [m, n, k]: [usize; 3],
@@ -78,9 +80,9 @@ fn tiles<A: Accumulator, S: Isa>(
     }
 }
 
-/// Computes [`product()`] in f32 with AVX-512. The loop of `tiles` has bounds checks, which make the forward pass a
-/// quarter slower. Without the checks the compiler vectorises it along the wrong index, which makes it five times
-/// slower.
+/// Computes C = A·B or C += A·B with the arguments of [`product()`], in f32 with AVX-512. The loop of `tiles` has
+/// bounds checks, which make attention's forward pass a quarter slower. Without the checks the compiler vectorises it
+/// along the wrong index, which makes it five times slower.
 ///
 /// # Safety
 /// The arguments satisfy the assertions of `product`.
@@ -101,10 +103,10 @@ unsafe fn avx512_f32(
         for j in (0..n).step_by(LANES) {
             let mut tile = [_mm512_setzero_ps(); TILE];
             for p in 0..k {
-                let row = _mm512_loadu_ps(b.add(p * ldb + j));
-                let column = a.add(i * strides[0] + p * strides[1]);
+                let b_row = _mm512_loadu_ps(b.add(p * ldb + j));
+                let a_column = a.add(i * strides[0] + p * strides[1]);
                 for (r, tile) in tile.iter_mut().enumerate() {
-                    *tile = _mm512_fmadd_ps(_mm512_set1_ps(*column.add(r * strides[0])), row, *tile);
+                    *tile = _mm512_fmadd_ps(_mm512_set1_ps(*a_column.add(r * strides[0])), b_row, *tile);
                 }
             }
             for (r, tile) in tile.into_iter().enumerate() {

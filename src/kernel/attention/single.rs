@@ -43,7 +43,8 @@ struct Heads {
 }
 
 multiversion! {
-    /// Writes the outputs of a range of queries to their rows of `out`. `sinks` has a logit per head.
+    /// Writes the attention of a range of queries to their rows of `out`. `q` and `out` have `heads.count` heads of
+    /// columns; `reads` says which rows of `k` and `v` a query reads. `sinks` has a logit per head.
     fn forward[isa S][E: Element](
         heads: Heads,
         queries: Range<usize>,
@@ -55,7 +56,7 @@ multiversion! {
         out: MatrixMut<E>,
     ) {
         let Heads { count, shared, d, scale, softcap } = heads;
-        let mut out = out;
+        let mut out = out; // the macro takes no `mut` arguments
         let scale = E::Acc::from_f64(scale);
         let longest = queries.clone().map(|i| reads.offsets[i + 1] - reads.offsets[i]).max().unwrap_or(0);
         let sink_count = usize::from(sinks.is_some());
@@ -87,24 +88,25 @@ multiversion! {
     }
 }
 
-/// Returns q·k.
+/// Returns the inner product of q and k, summed in packs of WIDTH numbers.
 #[inline(always)]
 fn dot<E: Element, S: Isa>(q: &[E], k: &[E]) -> E::Acc {
-    let (qs, q) = q.as_chunks::<WIDTH>();
-    let (ks, k) = k.as_chunks::<WIDTH>();
+    let (q_chunks, q) = q.as_chunks::<WIDTH>();
+    let (k_chunks, k) = k.as_chunks::<WIDTH>();
+    // `Of` is the instruction set's type of a pack.
     let mut total = Of::<E::Acc, S>::zero();
-    for (q, k) in qs.iter().zip(ks) {
+    for (q, k) in q_chunks.iter().zip(k_chunks) {
         total = Of::<E::Acc, S>::load(q).mul_add(Of::<E::Acc, S>::load(k), total);
     }
     // A head of fewer than WIDTH columns has no pack to add up.
-    let mut total = if qs.is_empty() { E::Acc::ZERO } else { total.sum() };
+    let mut total = if q_chunks.is_empty() { E::Acc::ZERO } else { total.sum() };
     for (q, k) in q.iter().zip(k) {
         total += q.load() * k.load();
     }
     total
 }
 
-/// Replaces scores by exp(s − max) and returns their sum.
+/// Replaces scores by exp(score − max) and returns their sum. The number of scores is a multiple of LANES.
 #[inline(always)]
 fn softmax<A: Accumulator, S: Isa>(scores: &mut [A]) -> A {
     let lowest = A::from_f64(f64::NEG_INFINITY);
@@ -128,8 +130,8 @@ fn softmax<A: Accumulator, S: Isa>(scores: &mut [A]) -> A {
     sum(totals)
 }
 
-/// Computes out ← factor·Σ_j w_j v_j for one head. `rows` are the indices of the v_j, and the head's columns in `v`
-/// begin at `column`.
+/// Computes out ← factor·Σ_j w_j v_j for one head, where w_j are the `weights`. `rows` are the indices of the rows v_j,
+/// and the head's columns in `v` begin at `column`.
 #[inline(always)]
 fn write_weighted_sum<E: Element, S: Isa>(
     weights: &[E::Acc],
@@ -139,6 +141,7 @@ fn write_weighted_sum<E: Element, S: Isa>(
     factor: E::Acc,
     out: &mut [E],
 ) {
+    // A block is two packs of WIDTH columns. The columns after the last block, `rest`, are computed one by one.
     let (blocks, rest) = out.as_chunks_mut::<{ 2 * WIDTH }>();
     let done = blocks.len() * 2 * WIDTH;
     for (b, out) in blocks.iter_mut().enumerate() {
@@ -164,23 +167,24 @@ fn write_weighted_sum<E: Element, S: Isa>(
 /// The least number of queries that are worth a thread of their own.
 const GRAIN: usize = 16;
 
-/// Computes, on the CPU, the attention of q (n, heads·d) to the rows of k and v (m, kv_heads·d) in `reads`; returns (n,
-/// heads·d). No gradient is recorded.
+/// Returns, on the CPU, the attention (n, heads·d) of q (n, heads·d) to the rows of k and v (m, kv_heads·d) that
+/// `reads` lists. `scale` is the factor of the scores. No gradient is recorded.
 pub fn attention([q, k, v]: [&Tensor; 3], reads: ReadRows, heads: i64, scale: f64, extras: &Extras) -> Result<Tensor> {
     let sinks = extras.sinks.map(|sinks| host::<f64>("sinks", &sinks.detach())).transpose()?;
     let sinks = sinks.as_deref();
     let out = Tensor::f_empty(q.size().as_slice(), (q.kind(), q.device()))?;
     let views = [q, k, v, &out].map(View::of);
-    let [Some(q), Some(k), Some(v), Some(o)] = views else {
+    let [Some(q), Some(k), Some(v), Some(out_view)] = views else {
         return Err(Error::Torch("attention of single queries takes matrices on the CPU, by rows".to_string()));
     };
     let (count, kv_columns) = (heads as usize, k.cols());
     let d = q.cols() / count.max(1);
-    // q has `count` heads of d columns. k and v have whole heads too, and each of them serves the same number of q's.
+    // q has `count` heads of d columns. k and v have whole heads too, and each of these serves equally many heads of q.
     let q_fits = d > 0 && d * count == q.cols();
     let kv_fits = q_fits && kv_columns == v.cols() && kv_columns % d == 0 && kv_columns > 0;
     let fits = kv_fits && count % (kv_columns / d) == 0 && sinks.is_none_or(|sinks| sinks.len() == count);
-    let is_one_type = [&k, &v, &o].iter().all(|view| view.dtype == q.dtype);
+    let is_one_type = [&k, &v, &out_view].iter().all(|view| view.dtype == q.dtype);
+    // A query may read the rows that both k and v have.
     let rows = k.rows().min(v.rows());
     let offsets_fit = reads.offsets.is_sorted() && reads.offsets.len() == q.rows() + 1;
     let rows_exist = reads.offsets.last().is_some_and(|end| *end <= reads.rows.len());
@@ -193,13 +197,14 @@ pub fn attention([q, k, v]: [&Tensor; 3], reads: ReadRows, heads: i64, scale: f6
     }
     let heads = Heads { count, shared: count / (kv_columns / d), d, scale, softcap: extras.softcap };
     by_dtype!(q, E => {
-        // SAFETY: the tensors outlive this call and are of type E. `out` is fresh, and each range of queries writes
-        // only its own rows of it.
+        // SAFETY: the tensors outlive this call and are of type E. `out` is new, and each range of queries writes only
+        // its own rows of it.
         unsafe {
             let matrix = |view: &View| Matrix { data: view.slice::<E>(), stride: view.stride as usize };
-            let (q, k, v, all) = (matrix(&q), matrix(&k), matrix(&v), o.slice_mut::<E>());
-            let to = MatrixMut::new(all.as_mut_ptr(), all.len(), o.stride as usize);
-            parallel::for_each(o.rows(), GRAIN, |queries| forward::<E>(heads, queries, q, k, v, reads, sinks, to));
+            let (q, k, v, numbers) = (matrix(&q), matrix(&k), matrix(&v), out_view.slice_mut::<E>());
+            let to = MatrixMut::new(numbers.as_mut_ptr(), numbers.len(), out_view.stride as usize);
+            let query_count = out_view.rows();
+            parallel::for_each(query_count, GRAIN, |queries| forward::<E>(heads, queries, q, k, v, reads, sinks, to));
         }
         Ok(())
     })?;
@@ -215,7 +220,8 @@ mod tests {
     use crate::kernel::dropout::Draw;
     use tch::{Device, Kind};
 
-    /// The rows of five queries in [`rows`]; the second query reads none.
+    /// Query i reads the keys from place OFFSETS[i] to OFFSETS[i + 1] in [`rows`]. There are five queries; the second
+    /// reads none.
     const OFFSETS: [usize; 6] = [0, 3, 3, 20, 21, 24];
     const KEYS: i64 = 13;
 
@@ -224,7 +230,8 @@ mod tests {
         (0..OFFSETS[5]).map(|i| (i * 7 % KEYS as usize) as u32).collect()
     }
 
-    /// Gathers the keys and values that queries read, repeats heads that are shared, and computes the composed form.
+    /// Returns the attention in tch operations, after gathering the keys and values that each query reads and repeating
+    /// heads that are shared.
     fn gathered([q, k, v]: [&Tensor; 3], heads: i64, scale: f64, extras: &Extras) -> Tensor {
         let index = Tensor::from_slice(&rows().iter().map(|row| i64::from(*row)).collect::<Vec<_>>());
         let d = q.size()[1] / heads;
@@ -250,6 +257,7 @@ mod tests {
         for level in Level::ALL {
             force(Some(level));
             let kinds = [(Kind::Double, 1e-12), (Kind::Float, 2e-6), (Kind::BFloat16, 2e-2), (Kind::Half, 2e-3)];
+            // Each type, with its error bound, is combined with each of the sizes (heads, kv_heads, d).
             for ((kind, bound), (heads, kv_heads, d)) in kinds
                 .into_iter()
                 .flat_map(|k| [(4, 4, 32), (2, 2, 5), (4, 2, 16), (3, 1, 40), (1, 1, 70)].map(|s| (k, s)))

@@ -9,34 +9,43 @@ use crate::cpu::Accumulator;
 use crate::kernel::math::{exp, LANES};
 use crate::multiversion;
 
-/// Sets a score to −∞ if its query does not see its key. `scores` has a row of `lanes` queries for each key.
+/// Sets a score to −∞ if its query does not see its key. `scores` has a row for each key, with the scores of the
+/// block's queries, padded to `lanes`.
 #[inline(always)]
-pub(super) fn hide<A: Accumulator>(a: &ScaledDotProduct, s: &Sequence, block: Block, scores: &mut [A], lanes: usize) {
-    if a.causal {
-        for (j, scores) in scores.chunks_exact_mut(lanes).take(s.k_len).enumerate() {
-            // Query i sees key j if i ≥ j + q_len − k_len, so the block's first `hidden` queries do not see it.
-            let hidden = (j + s.q_len).saturating_sub(s.k_len + block.first).min(lanes);
+pub(super) fn hide<A: Accumulator>(
+    attention: &ScaledDotProduct,
+    sequence: &Sequence,
+    block: Block,
+    scores: &mut [A],
+    lanes: usize,
+) {
+    if attention.causal {
+        for (j, scores) in scores.chunks_exact_mut(lanes).take(sequence.k_len).enumerate() {
+            // Query i of the sequence sees key j if i ≥ j + q_len − k_len. Query i of the block is number
+            // block.first + i of the sequence, so the block's first `hidden` queries do not see the key.
+            let hidden = (j + sequence.q_len).saturating_sub(sequence.k_len + block.first).min(lanes);
             scores[..hidden].fill(A::from_f64(f64::NEG_INFINITY));
         }
     }
 }
 
 multiversion! {
-    /// Replaces scores (a key per row) by exp(s − max), and writes each query's maximum (0 for a query without keys)
-    /// and sum.
+    /// Replaces scores (a key per row, a query per column) by exp(score − max). Writes each query's maximum, 0 for a
+    /// query without keys, and its sum of exponentials.
     pub(super) fn softmax[isa S][A: Accumulator](scores: &mut [A], maxima: &mut [A], sums: &mut [A]) {
         softmax_lanes::<A, S>(scores, maxima, sums);
     }
 }
 
 multiversion! {
-    /// Replaces scores (a key per row) by the weights exp(s − lse), with an lse per query.
+    /// Replaces scores (a key per row, a query per column) by the weights exp(score − lse), with a log sum of
+    /// exponentials `lse` per query.
     pub(super) fn weights[isa S][A: Accumulator](scores: &mut [A], lse: &[A]) {
         weights_lanes::<A, S>(scores, lse);
     }
 }
 
-/// Computes [`softmax()`]. Each lane of a register is one query, so maxima and sums run over the rows.
+/// Computes [`softmax()`]. Each lane of a register is one query, so maxima and sums run over the rows, which are keys.
 #[inline(always)]
 fn softmax_lanes<A: Accumulator, S: Isa>(scores: &mut [A], maxima: &mut [A], sums: &mut [A]) {
     let (lanes, lowest) = (maxima.len(), A::from_f64(f64::NEG_INFINITY));
@@ -48,6 +57,7 @@ fn softmax_lanes<A: Accumulator, S: Isa>(scores: &mut [A], maxima: &mut [A], sum
                 max[l] = s[l].max(max[l]);
             }
         }
+        // For a query that sees no key the maximum is −∞, and −∞ − (−∞) would be NaN.
         for max in &mut max {
             *max = if *max == lowest { A::ZERO } else { *max };
         }
@@ -64,7 +74,7 @@ fn softmax_lanes<A: Accumulator, S: Isa>(scores: &mut [A], maxima: &mut [A], sum
     }
 }
 
-/// Computes [`weights()`].
+/// Computes [`weights()`]: a row of `scores` is a key, with as many queries as `lse`.
 #[inline(always)]
 fn weights_lanes<A: Accumulator, S: Isa>(scores: &mut [A], lse: &[A]) {
     for s in scores.chunks_exact_mut(lse.len()) {
@@ -76,11 +86,12 @@ fn weights_lanes<A: Accumulator, S: Isa>(scores: &mut [A], lse: &[A]) {
     }
 }
 
-/// Weights are normalised again if |lse| is larger than this: in f32, exp(s − lse) has then lost four bits.
+/// Weights are normalised again if |lse| is larger than this, because then exp(score − lse) has lost four bits in f32.
 const LARGE: f64 = 16.0;
 
-/// Replaces dP by dS = P∘(dP − D), where D = Σ P∘dP over a query's keys. If some |lse| is large, P is first scaled to
-/// sum to `shares` (1 if `None`). Matrices have a row of `lanes` queries for each key.
+/// Replaces the weights' gradient dP by the scores' gradient dS = P∘(dP − D), where D = Σ P∘dP over a query's keys. If
+/// some |lse| is large, the weights P are first scaled to sum to `shares` (1 if `None`). P and dP have a row of `lanes`
+/// queries for each key.
 #[inline(always)]
 pub(super) fn score_gradients<A: Accumulator>(
     p: &mut [A],
@@ -107,8 +118,8 @@ pub(super) fn score_gradients<A: Accumulator>(
 
 /// Divides each query's weights by their sum and multiplies them by the query's share.
 ///
-/// A large lse has lost digits, so P = exp(s − lse) is off by one factor for all keys of a query: 1e-4 at 1,600 in
-/// f32. D would contain this error but dP would not, so their difference would be wrong by 1e-4·D.
+/// A large lse has lost digits, so P = exp(score − lse) is off by one factor for all keys of a query. At lse = 1,600 in
+/// f32 the factor is 1 ± 1e-4. In dS = P∘(dP − D), D = Σ P∘dP would have this error but dP would not.
 #[inline(never)]
 fn normalise<A: Accumulator>(p: &mut [A], lanes: usize, shares: Option<&[A; QUERIES]>) {
     let mut sums = [A::ZERO; QUERIES];
@@ -125,9 +136,10 @@ fn normalise<A: Accumulator>(p: &mut [A], lanes: usize, shares: Option<&[A; QUER
     }
 }
 
-/// Dropout's factors. Random half words are drawn for a block of queries and all heads at once: their rows (query,
-/// head) are consecutive in the random stream, and one register of random numbers covers several short rows.
+/// Dropout's factors, 0 or 1/(1 − p). Random half words are drawn for a block of queries and all heads at once. Their
+/// rows, one per query and head, are consecutive in the random stream, so one register covers several short rows.
 pub(super) struct DropoutFactors<A> {
+    /// The random half words of a block: a row for each head of the first query, then of the second, and so on.
     random: Vec<u16>,
     /// One head's factors with a query per row, as they are drawn.
     rows: Aligned<A>,
@@ -137,8 +149,8 @@ pub(super) struct DropoutFactors<A> {
 
 impl<A: Accumulator> DropoutFactors<A> {
     /// Allocates the buffers; they are empty without dropout.
-    pub(super) fn new(a: &ScaledDotProduct, sizes: &Sizes) -> Self {
-        let len = |n| if a.dropout.is_some() { n } else { 0 };
+    pub(super) fn new(attention: &ScaledDotProduct, sizes: &Sizes) -> Self {
+        let len = |n| if attention.dropout.is_some() { n } else { 0 };
         DropoutFactors {
             random: philox::scratch(1, len(sizes.random)),
             rows: Aligned::new(len(sizes.scores)),
@@ -148,22 +160,32 @@ impl<A: Accumulator> DropoutFactors<A> {
 
     /// Draws the random half words for a block of queries, in all heads.
     #[inline(always)]
-    pub(super) fn draw(&mut self, a: &ScaledDotProduct, s: &Sequence, block: Block) {
-        if let Some(dropout) = &a.dropout {
-            let first = (s.q_start + block.first) * a.heads;
-            fill(&dropout.stream, first, block.count * a.heads, s.k_len, &mut self.random);
+    pub(super) fn draw(&mut self, attention: &ScaledDotProduct, sequence: &Sequence, block: Block) {
+        if let Some(dropout) = &attention.dropout {
+            // The stream has a row for each query and head, with a number for each key.
+            let (first, rows) = ((sequence.q_start + block.first) * attention.heads, block.count * attention.heads);
+            fill(&dropout.stream, first, rows, sequence.k_len, &mut self.random);
         }
     }
 
-    /// Prepares one head's factors, with a key per row; does nothing without dropout.
+    /// Prepares one head's factors for a block of `queries` queries, with a key per row of `lanes` numbers; does
+    /// nothing without dropout.
     #[inline(always)]
-    pub(super) fn prepare(&mut self, a: &ScaledDotProduct, head: usize, keys: usize, queries: usize, lanes: usize) {
+    pub(super) fn prepare(
+        &mut self,
+        attention: &ScaledDotProduct,
+        head: usize,
+        keys: usize,
+        queries: usize,
+        lanes: usize,
+    ) {
         // Without keys there are no factors either, and rows of width 0 cannot be iterated.
-        let Some(dropout) = a.dropout.as_ref().filter(|_| keys > 0) else { return };
+        let Some(dropout) = attention.dropout.as_ref().filter(|_| keys > 0) else { return };
         let (per_row, width) = (philox::padded(keys), keys.next_multiple_of(LANES));
         let kept = A::from_f64(dropout.scale);
         for (i, row) in self.rows.chunks_exact_mut(width).take(queries).enumerate() {
-            let random = &self.random[(i * a.heads + head) * per_row..][..per_row];
+            let random = &self.random[(i * attention.heads + head) * per_row..][..per_row];
+            // Both rows are padded to whole blocks, so that the inner loop has a constant length.
             for (row, random) in row.chunks_exact_mut(philox::BLOCK).zip(random.chunks_exact(philox::BLOCK)) {
                 for (factor, random) in row.iter_mut().zip(random) {
                     *factor = if *random >= dropout.threshold { kept } else { A::ZERO };
@@ -173,19 +195,20 @@ impl<A: Accumulator> DropoutFactors<A> {
         transpose(&self.rows, queries, keys, width, &mut self.factors, lanes);
     }
 
-    /// Computes x ← M∘x, where M holds the factors of the last [`prepare`](Self::prepare).
+    /// Multiplies the elements of x by the factors of the last [`prepare`](Self::prepare); does nothing without
+    /// dropout.
     #[inline(always)]
-    pub(super) fn apply(&self, a: &ScaledDotProduct, x: &mut [A]) {
-        if a.dropout.is_some() {
-            for (x, m) in x.iter_mut().zip(self.factors.iter()) {
-                *x = *x * *m;
+    pub(super) fn apply(&self, attention: &ScaledDotProduct, x: &mut [A]) {
+        if attention.dropout.is_some() {
+            for (x, factor) in x.iter_mut().zip(self.factors.iter()) {
+                *x = *x * *factor;
             }
         }
     }
 }
 
 multiversion! {
-    /// Runs [`philox::fill`], compiled for each instruction set.
+    /// Runs [`philox::fill`], which writes random half words, compiled for each instruction set.
     fn fill(stream: &Stream, first_row: usize, rows: usize, cols: usize, out: &mut [u16]) {
         philox::fill(stream, first_row, rows, cols, out);
     }

@@ -1,5 +1,5 @@
-//! The most probable columns of a matrix product. Blocks of logits are computed and read while they and their
-//! columns' weights are in the cache.
+//! The most probable columns of a matrix product. The logits are computed in blocks, and each block is read while it
+//! and its columns' weights are in the cache.
 
 use super::{rank, Choice, Likely, Standing};
 use crate::cpu::memory::Aligned;
@@ -13,7 +13,8 @@ use crate::kernel::view::View;
 use crate::multiversion;
 use tch::Tensor;
 
-/// The rows and columns of a block of logits: 256 KiB of f32. With k = 128, its part of W has 256 KiB, too.
+/// The numbers of rows and of columns in a block of logits, which has 256 KiB of f32. With k = 128 columns in h, the
+/// rows of W for one block have 256 KiB, too.
 const ROWS: usize = 128;
 const COLUMNS: usize = 512;
 
@@ -29,8 +30,8 @@ multiversion! {
     }
 }
 
-/// Returns the `count` most probable columns of each row of z = hWᵀ + b, as [`Standing::finish`] does; h is (rows, k)
-/// on the CPU. With a `softcap` c, the logits are c·tanh(z/c).
+/// Returns the `count` most probable columns of each row of z = hWᵀ + b, best first, with their log-probabilities. h is
+/// (rows, k) on the CPU, and `w` holds W and b. With a `softcap` c, the logits are c·tanh(z/c).
 pub fn best_of_product<A: Accumulator>(
     h: &Tensor,
     w: &PackedMatrix<A>,
@@ -61,6 +62,7 @@ pub fn best_of_product<A: Accumulator>(
                 if let Some(c) = softcap {
                     cap::<A>(&mut logits[..block_rows.len() * COLUMNS], A::from_f64(c));
                 }
+                // Rows of a block are COLUMNS numbers apart, even if the last block has fewer columns.
                 rank(&logits, start, columns.len(), COLUMNS, count, choice, &mut standings);
             }
             // SAFETY: these rows lie in this thread's range, and nobody else accesses them.

@@ -13,15 +13,16 @@ pub struct ColumnViews {
     pub weight: View,
     pub bias: View,
     pub pad: View,
-    /// The first buffer. On the CPU this is a working copy (float64, for counters int64), on a GPU the buffer itself.
-    /// The same holds for `second`, `iters` and `refused`.
+    /// The first buffer of running statistics. On the CPU this is a working copy (float64, for counters int64), on a
+    /// GPU the buffer itself. The same holds for `second`, `iters` and `refused`.
     pub first: View,
     pub second: View,
     pub iters: View,
     pub refused: View,
     /// True if the buffers themselves are float64.
     pub wide_state: bool,
-    /// True if `stats` already holds the statistics to use: recomputation repeats those of the first forward pass.
+    /// True if `stats` already holds the statistics to use. This is so when a forward pass is repeated for the backward
+    /// pass, because activations were not kept.
     pub given: bool,
     pub options: ColumnOptions,
     pub y: View,
@@ -29,7 +30,7 @@ pub struct ColumnViews {
 }
 
 impl ColumnViews {
-    /// Returns the largest number that the buffers can hold.
+    /// Returns the largest number that the buffers can hold, in f64.
     pub(super) fn largest(&self) -> f64 {
         if self.wide_state {
             f64::MAX
@@ -47,8 +48,8 @@ pub struct ColumnGradients {
     pub dbias: View,
 }
 
-/// Computes y and its statistics. If the statistics are not given, they come from the batch and the buffers, and the
-/// buffers are updated in training.
+/// Computes y and its statistics on a GPU, or on the CPU if `device` is `None`. If the statistics are not given, they
+/// come from the batch and the buffers, and the buffers are updated in training.
 pub fn forward(device: Option<Device>, norm: &'static ColumnNormKernel, v: &ColumnViews) -> Result<()> {
     match device {
         None => by_dtype!(v.x, E => cpu::forward::<E>(norm, v)),
@@ -56,7 +57,8 @@ pub fn forward(device: Option<Device>, norm: &'static ColumnNormKernel, v: &Colu
     }
 }
 
-/// Computes dx and the parameters' gradients, and updates PowerNorm's ν.
+/// Computes dx and the parameters' gradients on a GPU, or on the CPU if `device` is `None`. In training it also updates
+/// PowerNorm's running ν, a statistic of the gradients.
 pub fn backward(
     device: Option<Device>,
     norm: &'static ColumnNormKernel,

@@ -1,8 +1,9 @@
-//! Norms with column statistics on a GPU: builds the arguments of `cuda/device/columns.cuh` and `settle.cuh` from
-//! views, and launches the passes in order. The host reads no number back; the device decides everything.
+//! Norms with column statistics on a GPU: builds the arguments of the kernels in `cuda/device/columns.cuh` and
+//! `settle.cuh` from views, and launches the passes in order. The host reads no number back, so it never waits for the
+//! device.
 
 use super::call::{ColumnGradients, ColumnViews};
-use super::ColumnNormKernel;
+use super::{ColumnNormKernel, ColumnOptions};
 use crate::cuda::{self, Device, Grid, Output, StructLayout};
 use crate::device_struct;
 use crate::error::{Error, Result};
@@ -13,7 +14,7 @@ use tch::{Kind, Tensor};
 
 /// The number of threads in a block: eight warps.
 const THREADS: u32 = 256;
-/// The minimum number of rows in a slab, which is the rows that one block processes: eight per warp.
+/// The minimum number of rows in a slab, eight per warp. A slab is the rows that one block processes.
 const SLAB: i64 = 64;
 /// The maximum number of slabs. With more rows the slabs grow instead, so that their partial results are merged
 /// quickly.
@@ -21,19 +22,21 @@ const MOST_SLABS: i64 = 512;
 /// The maximum number of partial results that a slab has per column: PARTS in columns.cuh, or a gradient's two sums.
 const MOST_PARTS: i64 = 3;
 
-/// Returns the number of rows per slab, and the number of slabs.
+/// Returns the number of rows per slab, and the number of slabs, for a matrix of `rows` rows.
 pub fn slabs(rows: i64) -> (i64, i64) {
     let slab = SLAB.max((rows + MOST_SLABS - 1) / MOST_SLABS);
     (slab, (rows + slab - 1) / slab)
 }
 
-/// Returns the length of the workspace: the slabs' partial results, their counts of real rows, and a flag.
+/// Returns the length of the workspace: [`MOST_PARTS`] partial results per column for each slab, then each slab's count
+/// of real rows, then a flag.
 fn partial_length(rows: i64, cols: i64) -> i64 {
     slabs(rows).1 * (MOST_PARTS * cols + 1) + 1
 }
 
 device_struct! {
-    /// The struct `Rows` of columns.cuh.
+    /// The struct `Rows` of columns.cuh: the padding mask, the numbers of rows and of rows per slab, and the number of
+    /// chunks in a row. A chunk is the columns that a thread accesses at a time.
     #[derive(Clone, Copy)]
     struct Rows = "Rows" {
         pad: *const u8,
@@ -44,7 +47,7 @@ device_struct! {
 }
 
 device_struct! {
-    /// The struct `Ahead` of columns.cuh.
+    /// The struct `Ahead` of columns.cuh: what the measuring kernel needs to write y as well.
     struct Ahead = "Ahead" {
         first: *const u8,
         iters: *const u8,
@@ -209,8 +212,9 @@ struct Launcher {
 }
 
 impl Launcher {
-    /// Prepares the launches for the matrix `v.x`. The kernels read and write `views` several columns at a time, if
-    /// alignment allows. `measures` is true if slabs need a workspace.
+    /// Prepares the launches for the matrix `v.x`. `views` are all tensors that the kernels access several columns at a
+    /// time, if alignment allows. `measures` is true if a kernel computes partial results of slabs, for which it needs
+    /// a workspace.
     fn of(
         device: Device,
         norm: &'static ColumnNormKernel,
@@ -240,12 +244,13 @@ impl Launcher {
         })
     }
 
-    /// Returns all rows, padding included.
+    /// Returns the kernels' description of all rows, without the mask, so that padding counts as real.
     fn all_rows(&self) -> Rows {
         Rows { pad: null_mut(), ..self.rows }
     }
 
-    /// Returns the rows in which y and dx are computed; padding is included only in PowerNorm's release mode.
+    /// Returns the kernels' description of the rows in which y and dx are computed. They include padding only with
+    /// `release`, PowerNorm's released variant.
     fn written(&self, release: bool) -> Rows {
         if release {
             self.all_rows()
@@ -259,7 +264,7 @@ impl Launcher {
         Grid { blocks: self.cols.div_ceil(32), threads: THREADS }
     }
 
-    /// Launches one of the norm's kernels.
+    /// Launches the norm's kernel with the name `kernel`. A is the kernel's struct of arguments.
     ///
     /// # Safety
     /// The same conditions hold as for [`cuda::launch`].
@@ -281,8 +286,9 @@ impl Launcher {
         unsafe { self.counts().add(self.slabs as usize) }
     }
 
-    /// Computes the mean and the mean square of `rows`, and their count of real rows; mean and count may be null.
-    /// With `write` it also writes y, if y does not depend on the batch's statistics.
+    /// Writes the mean and the mean square of each column over `rows`, and the count of real rows, to `mean`, `square`
+    /// and `count` on the device; `mean` and `count` may be null. With `write` it also writes y, if y does not depend
+    /// on the batch's statistics.
     ///
     /// # Safety
     /// The views belong to a forward call, and the outputs have room for every column.
@@ -306,7 +312,7 @@ impl Launcher {
         let measure = Measure { x: v.x.data, rows, partial, counts, ahead };
         let (slabs, cols) = (self.slabs as i32, self.cols as i32);
         let merge = Merge { partial, counts, mean, square, count, slabs, cols };
-        // SAFETY: the workspace has room for every slab's results.
+        // SAFETY: the workspace has room for every slab's results, and the caller guarantees the rest.
         unsafe {
             self.launch("columns_measure", self.tiled, &measure)?;
             self.launch("columns_merge", self.by_columns(), &merge)
@@ -315,11 +321,11 @@ impl Launcher {
 }
 
 impl DeviceOptions {
-    /// Returns the call's options; `running` is true if evaluation uses the running statistics.
+    /// Returns the call's options for the device; `running` is true if evaluation uses the running statistics.
     fn of(v: &ColumnViews) -> Self {
-        let o = &v.options;
-        let running = !o.train && !v.first.is_absent();
-        DeviceOptions { alpha: o.alpha, eps: o.eps, warmup: o.warmup, train: o.train, release: o.release, running }
+        let ColumnOptions { alpha, eps, warmup, train, release, .. } = v.options;
+        let running = !train && !v.first.is_absent();
+        DeviceOptions { alpha, eps, warmup, train, release, running }
     }
 }
 
@@ -334,6 +340,7 @@ pub fn forward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews)
     }
     let measures = !v.given && !DeviceOptions::of(v).running;
     let kernels = Launcher::of(device, norm, v, &[&v.x, &v.y, &v.stats, &v.weight, &v.bias], measures)?;
+    // The flag at `wrote` tells the last kernel whether the measuring kernel has already written y.
     let may_have_written = !v.given && settle(&kernels, v)?;
     let normalise = Normalise {
         x: v.x.data,
@@ -344,32 +351,36 @@ pub fn forward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews)
         y: v.y.data,
         wrote: if may_have_written { kernels.wrote() } else { null_mut() },
     };
-    // SAFETY: C++ gave contiguous tensors of these types and shapes on the device, and holds them until the call
-    // returns; only this call uses y. If they are freed then, torch's allocator reuses the memory only for later work
-    // on the same stream.
+    // SAFETY: the C++ operator passed contiguous tensors of these types and shapes on the device, and holds them until
+    // the call returns; only this call uses y. If they are freed then, torch's allocator reuses the memory only for
+    // later work on the same stream.
     unsafe { kernels.launch("columns_normalise", kernels.tiled, &normalise) }
 }
 
-/// Chooses the statistics of x̂ from the batch and the buffers, and updates the buffers. Returns true if the measuring
-/// kernel may have written y; if so, the flag at [`Launcher::wrote`] is 1.
+/// Launches the kernels that choose the statistics of x̂ from the batch and the buffers, and update the buffers.
+/// Returns true if the measuring kernel may have written y; the device's flag at [`Launcher::wrote`] is 1 if it has.
 fn settle(kernels: &Launcher, v: &ColumnViews) -> Result<bool> {
     let options = DeviceOptions::of(v);
-    // In training with running statistics y may not depend on the batch; the device decides whether it does.
+    // In training with running statistics, y may be independent of the batch; the device decides whether it is.
     let writes = options.train && !v.first.is_absent();
     let [mut mean, mut square, mut square_of_all, mut count] = [null_mut::<f64>(); 4];
-    // The rows are the mean, the mean square, the mean square of all rows, and the count in the first column.
+    // The four rows of this workspace are the mean, the mean square, the mean square with padding, and the count of
+    // real rows (in its first column).
     let batch = room(kernels.device, &[4, v.stats.cols], Kind::Double)?;
     if !options.running {
-        // SAFETY: there are four rows, and only the first number of the last one is used.
+        // SAFETY: the workspace has four rows, and i is at most 3.
         let row = |i: usize| unsafe { batch.data_ptr().cast::<f64>().add(i * v.stats.cols()) };
-        // Without padding, the square of all rows is that of the real rows.
+        // Without padding, the mean square of all rows is that of the real rows, row 1.
         (mean, square, square_of_all, count) = (row(0), row(1), row(1), row(3));
-        // SAFETY: `forward` says why the views are valid; the rows of the batch have room for every column.
+        // SAFETY: the C++ operator passed valid views of a forward call; the rows of `batch` have room for every
+        // column.
         unsafe { kernels.measure(v, kernels.rows, [mean, square, count], writes)? };
         if options.release && !v.pad.is_absent() {
             square_of_all = row(2);
-            // SAFETY: this row of the batch has room for every column, and the views belong to a forward call.
-            unsafe { kernels.measure(v, kernels.all_rows(), [null_mut(), square_of_all, null_mut()], false)? };
+            let only_square = [null_mut(), square_of_all, null_mut()];
+            // SAFETY: this row of `batch` has room for every column, and the views belong to a forward call. The
+            // argument `false` is for `write`: the first measurement writes y.
+            unsafe { kernels.measure(v, kernels.all_rows(), only_square, false)? };
         }
     }
     let settle = Settle {
@@ -387,13 +398,14 @@ fn settle(kernels: &Launcher, v: &ColumnViews) -> Result<bool> {
         options,
         largest: v.largest(),
     };
-    // SAFETY: `forward` says why the views are valid; the buffers, of one type, and the statistics have a number for
-    // every column.
+    // SAFETY: the C++ operator passed valid views; the buffers, of one type, and the statistics have a number for every
+    // column.
     unsafe { kernels.launch("columns_settle", ONE_BLOCK, &settle)? };
     Ok(writes)
 }
 
-/// Computes dx and the parameters' gradients, and updates PowerNorm's ν.
+/// Computes dx and the parameters' gradients. In training it also updates PowerNorm's running ν, a statistic of the
+/// gradients.
 pub fn backward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews, d: &ColumnGradients) -> Result<()> {
     if v.stats.cols == 0 {
         return Ok(());
@@ -404,9 +416,10 @@ pub fn backward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews
     let (dy, x, stats) = (d.dy.data, v.x.data, v.stats.data);
     let [partial, slopes] = [&kernels.partial, &slopes].map(|room| room.data_ptr().cast::<u8>());
     let cols = kernels.cols as i32;
-    // A slab's partial result is Σdy per column, then Σdy⊙x̂ per column.
+    // A slab's partial result is Σdy per column (from place 0), which becomes dbias, then Σdy⊙x̂ per column (from place
+    // `cols`), which becomes dweight.
     let sums = [(0, &d.dbias), (cols, &d.dweight)];
-    let sums = sums.map(|(first, sum)| Output { to: sum.data, first, dtype: sum.dtype });
+    let sums = sums.map(|(first, gradient)| Output { to: gradient.data, first, dtype: gradient.dtype });
     // A null second buffer tells the kernels not to update ν.
     let updates_nu = norm.approximate && v.options.train;
     let second = if updates_nu { v.second.data } else { null_mut() };
@@ -424,11 +437,11 @@ pub fn backward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews
         alpha_bwd,
         largest: v.largest(),
     };
-    // SAFETY: `forward` says why the views are valid; the gradients are fresh, the workspace has room for every slab,
-    // and slopes has three rows.
+    // SAFETY: the C++ operator passed valid views and new tensors for the gradients; the workspace has room for every
+    // slab, and `slopes` has three rows.
     unsafe {
         kernels.launch("columns_gradient_sums", kernels.tiled, &sums_arguments)?;
-        // Partial results follow each other without gaps, so their stride is their length.
+        // Partial results of 2·cols numbers follow each other without gaps, so their stride is their length.
         sum_partials(device, partial, kernels.slabs as i32, [2 * i64::from(cols); 2], &sums)?;
         kernels.launch("columns_slopes", ONE_BLOCK, &slopes_arguments)?;
         kernels.launch("columns_gradient", kernels.tiled, &Gradient { dy, x, rows, stats, slopes, dx })

@@ -8,17 +8,18 @@ use std::array::from_fn;
 
 /// The number of rows summed in the computing type before their sum is added in f64.
 pub const BLOCK_ROWS: usize = 64;
-/// The number of rows added in one step, so that a partial sum in memory is read and written once for four rows.
+/// The number of rows in a group. A group is added in one step, so that a partial sum in memory is read and written
+/// once for four rows.
 const GROUP: usize = 4;
 
-/// True if a row is padding; an empty mask marks none.
+/// True if row `r` is padding, which has a byte other than 0 in the mask `pad`; an empty mask marks no row.
 #[inline(always)]
 fn is_pad(pad: &[u8], r: usize) -> bool {
     pad.get(r).is_some_and(|v| *v != 0)
 }
 
-/// Calls `step` for up to four real rows at a time, with their indices, their number, and true if a block of
-/// [`BLOCK_ROWS`] ends with them. The last call ends a block, and may have no rows.
+/// Calls `step(indices, number, ends_block)` for each group of up to four rows that `pad` does not mark. `ends_block`
+/// is true if a block of [`BLOCK_ROWS`] rows ends with the group. The last call ends a block, and may have no rows.
 #[inline(always)]
 fn in_blocks(rows: usize, pad: &[u8], mut step: impl FnMut([usize; GROUP], usize, bool)) {
     // `group` holds the indices of the group's real rows so far, and `filled` their number.
@@ -42,7 +43,7 @@ fn in_blocks(rows: usize, pad: &[u8], mut step: impl FnMut([usize; GROUP], usize
     step(group, filled, true);
 }
 
-/// Adds the partial sums to the totals in f64, and sets them to zero.
+/// Adds the partial sums to the totals, which are in f64, and sets the partial sums to zero.
 #[inline(always)]
 fn flush<A: Accumulator>(part: &mut [A], total: &mut [f64]) {
     for (part, total) in part.iter_mut().zip(total) {
@@ -52,8 +53,8 @@ fn flush<A: Accumulator>(part: &mut [A], total: &mut [f64]) {
 }
 
 multiversion! {
-    /// Adds Σd to `sum` and Σd² to `squares` over real rows, with d = x − guess. If `guess` is empty, d = x and `sum`
-    /// stays as it is.
+    /// Adds Σd to `sum` and Σd² to `squares`, both per column, with d = x − guess. `x` has rows of `cols` numbers, and
+    /// rows that `pad` marks are left out. If `guess` is empty, d = x, and `sum` stays as it is.
     pub fn sums[E: Element](
         cols: usize, x: &[E], pad: &[u8], guess: &[E::Acc], sum: &mut [f64], squares: &mut [f64],
     ) {
@@ -62,8 +63,9 @@ multiversion! {
         }
         let centred = !guess.is_empty();
         let zero = Aligned::new(cols);
-        // This row pads a group that has too few rows, and adds nothing to the sums.
+        // This row fills up a group that has too few rows. Its d is 0, so it adds nothing to the sums.
         let filler: &[E::Acc] = if centred { guess } else { &zero };
+        // For 16-bit types these hold the group's rows in the computing type; otherwise they are empty.
         let mut widened = [(); GROUP].map(|()| scratch::<E>(cols));
         let (mut part, mut part_squares) = (Aligned::new(if centred { cols } else { 0 }), Aligned::new(cols));
         in_blocks(x.len() / cols, pad, |group, n, ends_block| {
@@ -105,13 +107,14 @@ fn add_squares<A: Accumulator>(rows: [&[A]; GROUP], squares: &mut [A]) {
     let n = squares.len();
     let rows = rows.map(|r| &r[..n]);
     for c in 0..n {
-        let d: [A; GROUP] = from_fn(|i| rows[i][c]);
-        squares[c] += (d[0] * d[0] + d[1] * d[1]) + (d[2] * d[2] + d[3] * d[3]);
+        let x: [A; GROUP] = from_fn(|i| rows[i][c]);
+        squares[c] += (x[0] * x[0] + x[1] * x[1]) + (x[2] * x[2] + x[3] * x[3]);
     }
 }
 
 multiversion! {
-    /// Computes y = γ⊙x̂ + β with x̂ = (x − shift)⊙scale, and 0 in rows that `pad` marks.
+    /// Computes y = weight⊙x̂ + bias with x̂ = (x − shift)⊙scale for rows of `cols` numbers, and 0 in rows that `pad`
+    /// marks.
     pub fn normalise[E: Element](
         cols: usize, x: &[E], pad: &[u8], shift: &[E::Acc], scale: &[E::Acc], weight: &[E::Acc], bias: &[E::Acc],
         y: &mut [E],
@@ -119,6 +122,7 @@ multiversion! {
         if cols == 0 {
             return;
         }
+        // For f32 and f64 these are empty: `wide` and `target` return the rows themselves, and `narrow` does nothing.
         let (mut widened, mut out) = (scratch::<E>(cols), scratch::<E>(cols));
         for r in 0..x.len() / cols {
             let (x, y) = (&x[r * cols..][..cols], &mut y[r * cols..][..cols]);
@@ -133,7 +137,7 @@ multiversion! {
     }
 }
 
-/// Computes one row of [`normalise`].
+/// Computes y of one row, as [`normalise`] does, in the computing type.
 #[inline(always)]
 fn write<A: Accumulator>(x: &[A], shift: &[A], scale: &[A], weight: &[A], bias: &[A], y: &mut [A]) {
     let n = y.len();
@@ -144,7 +148,8 @@ fn write<A: Accumulator>(x: &[A], shift: &[A], scale: &[A], weight: &[A], bias: 
 }
 
 multiversion! {
-    /// Adds Σdy to `sum` and Σdy⊙x̂ to `sum_x` over real rows.
+    /// Adds Σdy to `sum` and Σdy⊙x̂ to `sum_x`, both per column, with x̂ = (x − shift)⊙scale. `dy` and `x` have rows of
+    /// `cols` numbers, and rows that `pad` marks are left out.
     pub fn gradient_sums[E: Element](
         cols: usize, dy: &[E], x: &[E], pad: &[u8], shift: &[E::Acc], scale: &[E::Acc], sum: &mut [f64],
         sum_x: &mut [f64],
@@ -164,7 +169,8 @@ multiversion! {
                 }
                 let dys: [&[E::Acc]; GROUP] =
                     from_fn(|i| if i < n { wide(&dy[group[i] * cols..][..cols], &widened_dy[i]) } else { &*zero });
-                // Missing rows have dy = 0, so any finite x adds nothing. `shift` serves as such an x: its x̂ is 0.
+                // In a group that has too few rows, dy = 0 in the missing ones, so that any finite x adds nothing.
+                // Their x is `shift`, whose x̂ is 0.
                 let xs: [&[E::Acc]; GROUP] =
                     from_fn(|i| if i < n { wide(&x[group[i] * cols..][..cols], &widened_x[i]) } else { shift });
                 add_gradients(dys, xs, shift, scale, &mut part, &mut part_x);
@@ -177,7 +183,7 @@ multiversion! {
     }
 }
 
-/// Adds Σdy to `sum` and Σdy⊙x̂ to `sum_x`, over a group of rows.
+/// Adds Σdy to `sum` and Σdy⊙x̂ to `sum_x` per column, over a group of rows, with x̂ = (x − shift)⊙scale.
 #[inline(always)]
 fn add_gradients<A: Accumulator>(
     dy: [&[A]; GROUP],
@@ -191,14 +197,14 @@ fn add_gradients<A: Accumulator>(
     let (dy, x) = (dy.map(|r| &r[..n]), x.map(|r| &r[..n]));
     let (shift, scale, sum_x) = (&shift[..n], &scale[..n], &mut sum_x[..n]);
     for c in 0..n {
-        let g: [A; GROUP] = from_fn(|i| dy[i][c]);
-        let gx: [A; GROUP] = from_fn(|i| g[i] * ((x[i][c] - shift[c]) * scale[c]));
-        sum[c] += (g[0] + g[1]) + (g[2] + g[3]);
-        sum_x[c] += (gx[0] + gx[1]) + (gx[2] + gx[3]);
+        let dy: [A; GROUP] = from_fn(|i| dy[i][c]);
+        let dy_hat: [A; GROUP] = from_fn(|i| dy[i] * ((x[i][c] - shift[c]) * scale[c]));
+        sum[c] += (dy[0] + dy[1]) + (dy[2] + dy[3]);
+        sum_x[c] += (dy_hat[0] + dy_hat[1]) + (dy_hat[2] + dy_hat[3]);
     }
 }
 
-/// The coefficients of dx = p⊙dy − q⊙x̂ − r.
+/// The coefficients of dx = p⊙dy − q⊙x̂ − r, one of each per column.
 #[derive(Clone, Copy)]
 pub struct GradientCoefficients<'a, A> {
     pub p: &'a [A],
@@ -207,7 +213,8 @@ pub struct GradientCoefficients<'a, A> {
 }
 
 multiversion! {
-    /// Computes dx with the coefficients `slopes`, and 0 in rows that `pad` marks.
+    /// Computes dx = p⊙dy − q⊙x̂ − r with x̂ = (x − shift)⊙scale and the coefficients `slopes`. Rows have `cols`
+    /// numbers; dx is 0 in rows that `pad` marks.
     pub fn gradient[E: Element](
         cols: usize, dy: &[E], x: &[E], pad: &[u8], shift: &[E::Acc], scale: &[E::Acc],
         slopes: GradientCoefficients<E::Acc>, dx: &mut [E],
@@ -231,7 +238,7 @@ multiversion! {
     }
 }
 
-/// Computes one row of [`gradient`].
+/// Computes dx of one row, as [`gradient`] does, in the computing type.
 #[inline(always)]
 fn slope<A: Accumulator>(dy: &[A], x: &[A], shift: &[A], scale: &[A], slopes: GradientCoefficients<A>, dx: &mut [A]) {
     let n = dx.len();
@@ -247,7 +254,7 @@ mod tests {
     use super::*;
     use crate::cpu::simd::{force, Level};
 
-    /// Returns numbers in [−1, 1), some of them exactly representable in bf16.
+    /// Returns n numbers in [−1, 1) that depend on `step`, some of them exactly representable in bf16.
     fn numbers(n: usize, step: usize) -> Vec<f32> {
         (0..n).map(|i| ((i * step + i * i * 7) % 509) as f32 / 254.5 - 1.0).collect()
     }
@@ -258,6 +265,7 @@ mod tests {
         let x = numbers(rows * cols, 31);
         let pad: Vec<u8> = (0..rows).map(|r| u8::from(r % 5 == 2)).collect();
         let guess: Vec<f32> = x[..cols].to_vec();
+        // These are the sums and the sums of squares that each instruction set computes.
         let mut seen: Vec<(Vec<f64>, Vec<f64>)> = vec![];
         for level in Level::ALL {
             force(Some(level));

@@ -21,43 +21,45 @@ pub struct LossViews {
     pub ignore_index: i64,
 }
 
-/// The losses of the rows; `lse` (two numbers per row) is absent if no backward pass follows.
+/// The losses of the rows. `lse` has two numbers per row, and is absent for [`in_place`], after which no backward pass
+/// follows.
 pub struct Losses {
     pub loss: View,
     pub nll: View,
     pub lse: View,
 }
 
-/// Computes the losses, and `lse`, which the backward pass needs.
-pub fn forward(device: Option<Device>, c: &LossViews, losses: &Losses) -> Result<()> {
+/// Computes the losses and `lse`, which the backward pass needs, on a GPU or, if `device` is `None`, on the CPU.
+pub fn forward(device: Option<Device>, views: &LossViews, losses: &Losses) -> Result<()> {
     match device {
-        None => by_dtype!(c.logits, E => forward_typed::<E>(c, losses)),
-        Some(device) => launch(device, c, losses, LogitGradient::No),
+        None => by_dtype!(views.logits, E => forward_typed::<E>(views, losses)),
+        Some(device) => launch(device, views, losses, LogitGradient::No),
     }
 }
 
-/// Computes dlogits from the forward pass's `lse`.
-pub fn backward(device: Option<Device>, c: &LossViews, lse: View, dloss: &View, dlogits: &View) -> Result<()> {
+/// Computes `dlogits` from `dloss`, the gradient of each row's loss, and from the forward pass's `lse`.
+pub fn backward(device: Option<Device>, views: &LossViews, lse: View, dloss: &View, dlogits: &View) -> Result<()> {
     match device {
-        None => by_dtype!(c.logits, E => backward_typed::<E>(c, &lse, dloss, dlogits)),
+        None => by_dtype!(views.logits, E => backward_typed::<E>(views, &lse, dloss, dlogits)),
         Some(device) => {
             let losses = Losses { loss: View::ABSENT, nll: View::ABSENT, lse };
-            launch(device, c, &losses, LogitGradient::FromLse(dloss, dlogits))
+            launch(device, views, &losses, LogitGradient::FromLse(dloss, dlogits))
         }
     }
 }
 
 /// Computes the losses, and overwrites the logits with `scale`·∂(Σ loss)/∂logits.
-pub fn in_place(device: Option<Device>, c: &LossViews, losses: &Losses, scale: &View) -> Result<()> {
+pub fn in_place(device: Option<Device>, views: &LossViews, losses: &Losses, scale: &View) -> Result<()> {
     match device {
-        None => by_dtype!(c.logits, E => in_place_typed::<E>(c, losses, scale)),
-        Some(device) => launch(device, c, losses, LogitGradient::InPlace(scale)),
+        None => by_dtype!(views.logits, E => in_place_typed::<E>(views, losses, scale)),
+        Some(device) => launch(device, views, losses, LogitGradient::InPlace(scale)),
     }
 }
 
 impl LossViews {
-    /// Calls `work` on ranges of rows, which threads share, with the range, the index range of its logits, its targets
-    /// and the mask. `work` returns the first row with a wrong target, counted in its range; the error names that row.
+    /// Calls `work(rows, logits_range, targets, mask)` on ranges of rows, which threads share: with the range, the
+    /// index range of its logits, its targets and the mask. If a target is wrong, `work` returns the first such row,
+    /// counted within its range; the error names the first one of all ranges.
     fn over_rows(
         &self,
         work: impl Fn(Range<usize>, Range<usize>, Targets, &[u8]) -> std::result::Result<(), usize> + Sync,
@@ -68,12 +70,13 @@ impl LossViews {
         let (ids, mask) = unsafe { (self.target.slice::<i64>(), self.mask.slice::<u8>()) };
         let first_wrong = Mutex::new(None::<usize>);
         let ignore = self.ignore_index;
-        parallel::over_rows(n, cols, |r, all| {
-            let targets = Targets { ids: &ids[r.clone()], ignore };
-            // Of all ranges' rows the first is reported.
-            if let Err(row) = work(r.clone(), all, targets, mask) {
+        parallel::over_rows(n, cols, |rows, logits_range| {
+            let targets = Targets { ids: &ids[rows.clone()], ignore };
+            if let Err(row_in_range) = work(rows.clone(), logits_range, targets, mask) {
+                let row = rows.start + row_in_range;
+                // Ranges end in any order, so the smallest row is kept.
                 let mut first = first_wrong.lock().unwrap_or_else(|e| e.into_inner());
-                *first = Some(first.map_or(r.start + row, |f| f.min(r.start + row)));
+                *first = Some(first.map_or(row, |first| first.min(row)));
             }
         });
         match first_wrong.into_inner().unwrap_or_else(|e| e.into_inner()) {
@@ -89,56 +92,58 @@ impl LossViews {
     }
 }
 
-/// Returns the range in `lse` of the numbers for these rows, two per row.
+/// Returns the index range of these rows' numbers in `lse`, which has two numbers per row.
 fn pairs(rows: &Range<usize>) -> Range<usize> {
     2 * rows.start..2 * rows.end
 }
 
-/// Runs [`forward`] on the CPU for the storage type E of the logits.
-fn forward_typed<E: Element>(c: &LossViews, to: &Losses) -> Result<()> {
-    let (cols, smoothing) = (c.logits.cols(), c.smoothing);
-    // SAFETY: the logits are contiguous and of E. loss, nll and lse are fresh and of the accumulation type, lse with
+/// Computes the losses, as [`forward`] does, on the CPU for the storage type E of the logits; writes them to `to`.
+fn forward_typed<E: Element>(views: &LossViews, to: &Losses) -> Result<()> {
+    let (cols, smoothing) = (views.logits.cols(), views.smoothing);
+    // SAFETY: the logits are contiguous and of E. loss, nll and lse are new tensors of the accumulation type, lse with
     // two numbers per row, the others with one.
     let (logits, loss, nll, lse) = unsafe {
-        let row = |v: &View| Shared::new(v.slice_mut::<E::Acc>());
-        (c.logits.slice::<E>(), row(&to.loss), row(&to.nll), row(&to.lse))
+        let shared = |view: &View| Shared::new(view.slice_mut::<E::Acc>());
+        (views.logits.slice::<E>(), shared(&to.loss), shared(&to.nll), shared(&to.lse))
     };
-    c.over_rows(|r, all, targets, mask| {
-        // SAFETY: the ranges are disjoint.
-        let (loss, nll, lse) = unsafe { (loss.slice(r.clone()), nll.slice(r.clone()), lse.slice(pairs(&r))) };
-        forward_rows::<E>(cols, &logits[all], targets, mask, smoothing, loss, nll, lse)
+    views.over_rows(|rows, logits_range, targets, mask| {
+        // SAFETY: the ranges are disjoint and inside the outputs.
+        let (loss, nll, lse) = unsafe { (loss.slice(rows.clone()), nll.slice(rows.clone()), lse.slice(pairs(&rows))) };
+        forward_rows::<E>(cols, &logits[logits_range], targets, mask, smoothing, loss, nll, lse)
     })
 }
 
-/// Runs [`backward`] on the CPU for the storage type E of the logits.
-fn backward_typed<E: Element>(c: &LossViews, lse: &View, dloss: &View, dlogits: &View) -> Result<()> {
-    let (cols, smoothing) = (c.logits.cols(), c.smoothing);
-    // SAFETY: the conditions of `forward_typed` hold; dlogits is fresh.
+/// Computes dlogits, as [`backward`] does, on the CPU for the storage type E of the logits.
+fn backward_typed<E: Element>(views: &LossViews, lse: &View, dloss: &View, dlogits: &View) -> Result<()> {
+    let (cols, smoothing) = (views.logits.cols(), views.smoothing);
+    // SAFETY: the logits are contiguous and of E; lse and dloss are of the accumulation type, and dlogits is a new
+    // tensor of E.
     let (logits, lse, dloss, dlogits) = unsafe {
         let dlogits = Shared::new(dlogits.slice_mut::<E>());
-        (c.logits.slice::<E>(), lse.slice::<E::Acc>(), dloss.slice::<E::Acc>(), dlogits)
+        (views.logits.slice::<E>(), lse.slice::<E::Acc>(), dloss.slice::<E::Acc>(), dlogits)
     };
-    c.over_rows(|r, all, targets, mask| {
-        // SAFETY: the ranges are disjoint.
-        let dlogits = unsafe { dlogits.slice(all.clone()) };
-        let (lse, dloss) = (&lse[pairs(&r)], &dloss[r.clone()]);
-        backward_rows::<E>(cols, &logits[all], targets, mask, smoothing, lse, dloss, dlogits)
+    views.over_rows(|rows, logits_range, targets, mask| {
+        // SAFETY: the ranges are disjoint and inside dlogits.
+        let dlogits = unsafe { dlogits.slice(logits_range.clone()) };
+        let (lse, dloss) = (&lse[pairs(&rows)], &dloss[rows.clone()]);
+        backward_rows::<E>(cols, &logits[logits_range], targets, mask, smoothing, lse, dloss, dlogits)
     })
 }
 
-/// Runs [`in_place`] on the CPU for the storage type E of the logits.
-fn in_place_typed<E: Element>(c: &LossViews, to: &Losses, scale: &View) -> Result<()> {
-    let (cols, smoothing) = (c.logits.cols(), c.smoothing);
+/// Computes [`in_place`] on the CPU for the storage type E of the logits; writes the losses to `to`.
+fn in_place_typed<E: Element>(views: &LossViews, to: &Losses, scale: &View) -> Result<()> {
+    let (cols, smoothing) = (views.logits.cols(), views.smoothing);
     // SAFETY: the operator's declaration guarantees that `scale` is one f64.
     let scale = E::Acc::from_f64(unsafe { scale.slice::<f64>() }[0]);
-    // SAFETY: the logits are contiguous and of E, and the caller allows overwriting them; loss and nll are fresh.
+    // SAFETY: the logits are contiguous and of E, and the caller allows overwriting them; loss and nll are new.
     let (logits, loss, nll) = unsafe {
-        let row = |v: &View| Shared::new(v.slice_mut::<E::Acc>());
-        (Shared::new(c.logits.slice_mut::<E>()), row(&to.loss), row(&to.nll))
+        let shared = |view: &View| Shared::new(view.slice_mut::<E::Acc>());
+        (Shared::new(views.logits.slice_mut::<E>()), shared(&to.loss), shared(&to.nll))
     };
-    c.over_rows(|r, all, targets, mask| {
-        // SAFETY: the ranges are disjoint.
-        let (logits, loss, nll) = unsafe { (logits.slice(all), loss.slice(r.clone()), nll.slice(r.clone())) };
+    views.over_rows(|rows, logits_range, targets, mask| {
+        // SAFETY: the ranges are disjoint and inside these tensors.
+        let (logits, loss, nll) =
+            unsafe { (logits.slice(logits_range), loss.slice(rows.clone()), nll.slice(rows.clone())) };
         in_place_rows::<E>(cols, logits, targets, mask, smoothing, scale, loss, nll)
     })
 }
@@ -175,36 +180,38 @@ device_struct! {
 }
 
 /// Launches the kernel, which computes the losses that are not absent, and the gradient. Each block computes one row.
-fn launch(device: Device, c: &LossViews, losses: &Losses, gradient: LogitGradient) -> Result<()> {
-    // A block has this number of threads.
+fn launch(device: Device, views: &LossViews, losses: &Losses, gradient: LogitGradient) -> Result<()> {
+    // The number of threads in a block.
     const LANES: u32 = 256;
-    // `mode` is the number of K_GRADIENT. The gradient in place is written where the logits are.
+    // `mode` is the value of the kernel's option K_GRADIENT. The gradient in place is written where the logits are.
     let (mode, dloss, dlogits, scale) = match gradient {
         LogitGradient::No => (0, View::ABSENT, View::ABSENT, View::ABSENT),
         LogitGradient::FromLse(dloss, dlogits) => (1, *dloss, *dlogits, View::ABSENT),
-        LogitGradient::InPlace(scale) => (2, View::ABSENT, c.logits, *scale),
+        LogitGradient::InPlace(scale) => (2, View::ABSENT, views.logits, *scale),
     };
-    let vec = columns_at_a_time(&c.logits, &[&c.logits, &dlogits]);
+    let vec = columns_at_a_time(&views.logits, &[&views.logits, &dlogits]);
     let arguments = Arguments {
-        logits: c.logits.data,
-        target: c.target.data,
-        mask: c.mask.data,
+        logits: views.logits.data,
+        target: views.target.data,
+        mask: views.mask.data,
         loss: losses.loss.data,
         nll: losses.nll.data,
         lse: losses.lse.data,
         dloss: dloss.data,
         dlogits: dlogits.data,
-        ignore_index: c.ignore_index,
-        nll_weight: c.smoothing.nll,
-        uniform_weight: c.smoothing.uniform,
+        ignore_index: views.ignore_index,
+        nll_weight: views.smoothing.nll,
+        uniform_weight: views.smoothing.uniform,
         scale: scale.data,
-        chunks: (columns(&c.logits)? / vec) as i32,
+        chunks: (columns(&views.logits)? / vec) as i32,
     };
-    let options =
-        format!("-DK_VEC={vec} -DK_LANES={LANES} -DK_ROWS=1 -DK_X={} -DK_GRADIENT={mode}", type_name(c.logits.dtype)?);
-    let blocks = u32::try_from(c.logits.rows).ok().filter(|rows| i32::try_from(*rows).is_ok());
-    let blocks = blocks.ok_or_else(|| Error::Torch(format!("{} rows have no CUDA kernel", c.logits.rows)))?;
-    // SAFETY: C++ gave contiguous logits, targets for every row, a mask for every column and fresh outputs, and
-    // holds them until the call returns.
+    let options = format!(
+        "-DK_VEC={vec} -DK_LANES={LANES} -DK_ROWS=1 -DK_X={} -DK_GRADIENT={mode}",
+        type_name(views.logits.dtype)?
+    );
+    let blocks = u32::try_from(views.logits.rows).ok().filter(|rows| i32::try_from(*rows).is_ok());
+    let blocks = blocks.ok_or_else(|| Error::Torch(format!("{} rows have no CUDA kernel", views.logits.rows)))?;
+    // SAFETY: the C++ operator passed contiguous logits, a target for every row, a mask byte for every column and new
+    // outputs, and holds them until the call returns.
     unsafe { cuda::launch(device, &PROGRAM, &options, "cross_entropy", Grid { blocks, threads: LANES }, &arguments) }
 }

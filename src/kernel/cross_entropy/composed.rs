@@ -5,8 +5,8 @@ use crate::error::Result;
 use crate::kernel::view::accumulation;
 use tch::{Device, Tensor};
 
-/// Returns (loss, −log p_t) of each row of logits (…, classes); both are 0 where `target` is `ignore_index`. `mask` is
-/// true for classes in V_t; `None` means all classes.
+/// Returns (loss, −log p_t) of each row of logits (…, classes), where t is the row's `target`; both are 0 where it is
+/// `ignore_index`. `mask` is true for classes in the target vocabulary V_t; `None` means all classes.
 pub fn composed(
     logits: &Tensor,
     target: &Tensor,
@@ -36,7 +36,7 @@ pub fn composed(
     if let Some(unknown) = &unknown {
         nll = nll.f_masked_fill(unknown, f64::NAN)?;
     }
-    // Outside V_t log p is −∞, which must not enter the sum.
+    // Outside the target vocabulary log p is −∞, which must not enter the sum.
     let log_p = match &outside {
         Some(outside) => log_p.f_masked_fill(outside, 0.0)?,
         None => log_p,

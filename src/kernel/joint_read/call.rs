@@ -8,18 +8,21 @@ use crate::error::Result;
 use crate::kernel::view::{accumulation, by_dtype, View};
 use tch::{Kind, Tensor};
 
-/// The sizes of a read: the number of positions, of streams, of numbers in a stream, and of rows of W.
+/// The sizes of a read.
 #[derive(Clone, Copy, Debug)]
 pub struct ReadShape {
     pub positions: i64,
+    /// The number of streams.
     pub n: i64,
+    /// The number of numbers in a stream at a position.
     pub d: i64,
+    /// The number of rows of W.
     pub rows: i64,
 }
 
-/// Reads the streams `h`, and writes x, m, σ(s m₀ + b), r and c/⟨dm, m⟩ to `to`. `parameters` are W and b; `scale` is
-/// s, and `eps` the ε of p. All tensors but the streams and x are of the type in which sums over the streams
-/// accumulate.
+/// Reads the streams `h` (positions, n, d), and writes the fields of [`JointResults`] to `to`, in their order: x, m,
+/// σ(s m₀ + b), r and c/⟨dm, m⟩. `parameters` are W and b; `scale` is s, `eps` the ε of the gates, and `by` the size
+/// that divides W vec(H). All tensors but the streams and x are of the type in which sums over the streams accumulate.
 pub fn forward(
     shape: ReadShape,
     h: &Tensor,
@@ -30,6 +33,7 @@ pub fn forward(
 ) -> Result<()> {
     let ReadShape { positions, n, d, rows } = shape;
     let (stored, computed) = (h.kind(), accumulation(h.kind()));
+    // Returns the view of a tensor that has a row of `cols` numbers for each position.
     let view = |t: &Tensor, kind: Kind, cols: i64| View::of_rows(t, kind, [positions, cols]);
     let [w, b] = parameters;
     let (w, b) = (View::of_rows(w, computed, [rows, n * d])?, View::of_rows(b, computed, [1, n])?);
@@ -72,17 +76,18 @@ pub fn forward(
 pub struct JointSaved<'a> {
     pub dx: &'a Tensor,
     pub h: &'a Tensor,
-    /// The gradient dh′; `None` without a write.
+    /// The gradient that the sublayer's write gives to the streams; `None` without a write.
     pub written: Option<&'a Tensor>,
-    /// The gradient of m where it is used beside p; `None` if it is not.
+    /// The gradient of m where it is used for other things than the gates; `None` if it is not.
     pub dm: Option<&'a Tensor>,
     /// The matrix W.
     pub weight: &'a Tensor,
-    /// The results of the forward pass: m, σ(s m₀ + b), r and c/⟨dm, m⟩.
+    /// The results of the forward pass after x: m, σ(s m₀ + b), r and c/⟨dm, m⟩.
     pub forward: [&'a Tensor; 4],
 }
 
-/// Writes the streams' gradient to `dh`, and adds those of W, s and b to `sums`, which begin with zeros.
+/// Writes the streams' gradient to `dh`, and the gradients of W, s and b, which are sums over positions, to `sums`.
+/// `scale` is s, and `eps` the ε of the gates.
 pub fn backward(
     shape: ReadShape,
     saved: &JointSaved,
@@ -92,6 +97,7 @@ pub fn backward(
 ) -> Result<()> {
     let ReadShape { positions, n, d, rows } = shape;
     let (stored, computed) = (saved.h.kind(), accumulation(saved.h.kind()));
+    // Returns the view of a tensor that has a row of `cols` numbers for each position.
     let view = |t: &Tensor, kind: Kind, cols: i64| View::of_rows(t, kind, [positions, cols]);
     let (dx, h, dh) = (view(saved.dx, stored, d)?, view(saved.h, stored, n * d)?, view(dh, stored, n * d)?);
     let written = saved.written.map(|t| view(t, stored, n * d)).transpose()?;
@@ -104,7 +110,8 @@ pub fn backward(
     let dw = View::of_rows(dw, computed, [rows, n * d])?;
     let (dscale, dbias) = (View::of_rows(dscale, computed, [1, 1])?, View::of_rows(dbias, computed, [1, n])?);
     by_dtype!(h, E => {
-        // SAFETY: the conditions of `forward` hold; dh and the sums are the caller's own.
+        // SAFETY: `of_rows` has checked types, sizes and layout; the tensors outlive this function, and dh and the sums
+        // are the caller's own.
         let (all, w, dh, dw, dscale, dbias) = unsafe {
             let all = JointGiven::<E> {
                 dx: dx.slice(),

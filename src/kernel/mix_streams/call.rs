@@ -9,7 +9,8 @@ use crate::kernel::view::{accumulation, by_dtype, View};
 use std::ops::Range;
 use tch::Tensor;
 
-/// The input tensors of a call, as matrices of all positions' rows. `n` is the number of streams.
+/// The input tensors of a call, as matrices with the rows of all positions. `n` is the number of streams, which is the
+/// number of rows that a position has in `streams`.
 pub struct Inputs<'a> {
     pub n: usize,
     pub streams: &'a View,
@@ -17,10 +18,12 @@ pub struct Inputs<'a> {
     pub weights: &'a View,
 }
 
-/// Computes y (…, m, d) from streams (…, n, d), one more row (…, d) or none, and weights (…, m, n) or (…, m, n + 1).
+/// Computes the weighted sums y (…, m, d) of streams (…, n, d) and one more row (…, d) or none. The weights are (…, m,
+/// n), or (…, m, n + 1) with the added row.
 pub fn forward(given: &Inputs, y: &View) -> Result<()> {
     by_dtype!(given.streams, E => {
-        // SAFETY: C++ gave contiguous tensors of E, the weights in E's computing type, and holds them; y is new.
+        // SAFETY: the C++ operator passed contiguous tensors of E, the weights in E's computing type, and holds them; y
+        // is new.
         let (h, added, w, to) = unsafe {
             (given.streams.slice::<E>(), given.added.map(|row| row.slice::<E>()), given.weights.slice(),
              Shared::new(y.slice_mut::<E>()))
@@ -40,23 +43,25 @@ pub fn backward(dy: &View, given: &Inputs, to: [&View; 3]) -> Result<()> {
     by_dtype!(given.streams, E => backward_typed::<E>(dy, given, to))
 }
 
-/// Runs [`backward`] for the storage type E; the outputs are the gradients of the streams, the added row and the
-/// weights.
+/// Computes [`backward`] for the storage type E. The outputs are the gradients of the streams (`ds`), of the added row
+/// (`da`) and of the weights (`dw`).
 fn backward_typed<E: Element>(dy: &View, given: &Inputs, [ds, da, dw]: [&View; 3]) -> Result<()> {
-    // SAFETY: the conditions of `forward` hold; the gradients are new, and the weights' is in the computing type.
+    // SAFETY: the C++ operator passed contiguous tensors of E and holds them; the weights and their gradient are in the
+    // computing type, and the gradients are new.
     let (dy, h, added, w, dw_all) = unsafe {
         let added = given.added.map(|row| row.slice::<E>());
         (dy.slice::<E>(), given.streams.slice::<E>(), added, given.weights.slice::<E::Acc>(), dw.slice_mut::<E::Acc>())
     };
-    // `over_positions` does nothing without columns, where ⟨dy_i, h_j⟩ is 0.
+    // Without columns `over_positions` does nothing, and the weights' gradient ⟨dy_i, h_j⟩ is 0.
     if given.streams.cols == 0 {
         dw_all.fill(E::Acc::ZERO);
     }
-    // SAFETY: these gradients are new and of E.
+    // SAFETY: these gradients are new tensors of E.
     let (ds, da) = unsafe { (Shared::new(ds.slice_mut::<E>()), Shared::new(da.slice_mut::<E>())) };
     let dw = Shared::new(dw_all);
     over_positions(given, |shape, [of_h, of_added, of_w, of_y]| {
-        // SAFETY: the ranges are disjoint and inside the gradients; nothing is written to an absent one.
+        // SAFETY: the ranges are disjoint and inside the gradients. If there is no added row, its gradient has no
+        // numbers, so its range is empty.
         let (ds, dw, da) = unsafe {
             let da_range = if added.is_some() { of_added.clone() } else { 0..0 };
             (ds.slice(of_h.clone()), dw.slice(of_w.clone()), da.slice(da_range))

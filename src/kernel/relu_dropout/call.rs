@@ -12,7 +12,7 @@ use crate::kernel::launch::{columns, columns_at_a_time, grid_of_chunks, type_nam
 use crate::kernel::view::{by_dtype, View};
 use tch::Tensor;
 
-/// Computes y from x, on the CPU or a GPU.
+/// Computes y = dropout(max(x, 0)), on a GPU or, if `device` is `None`, on the CPU.
 pub fn forward(device: Option<Device>, x: &View, draw: &Draw, y: &View) -> Result<()> {
     match device {
         None => by_dtype!(x, E => forward_typed::<E>(x, draw, y)),
@@ -20,7 +20,8 @@ pub fn forward(device: Option<Device>, x: &View, draw: &Draw, y: &View) -> Resul
     }
 }
 
-/// Computes dx from dy and y; only the rate p of `draw` is used.
+/// Computes dx from dy and the forward pass's y, on a GPU or, if `device` is `None`, on the CPU. It uses only the rate
+/// p of `draw`.
 pub fn backward(device: Option<Device>, dy: &View, y: &View, draw: &Draw, dx: &View) -> Result<()> {
     match device {
         None => by_dtype!(y, E => backward_typed::<E>(dy, y, draw, dx)),
@@ -28,7 +29,8 @@ pub fn backward(device: Option<Device>, dy: &View, y: &View, draw: &Draw, dx: &V
     }
 }
 
-/// Computes y with tch operations; `mask` holds dropout's factors.
+/// Returns y = mask·max(x, 0), computed with tch operations; `mask` holds dropout's factors, and is `None` without
+/// dropout.
 pub fn composed(x: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
     let y = x.f_relu()?;
     match mask {
@@ -37,30 +39,30 @@ pub fn composed(x: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
     }
 }
 
-/// Runs [`forward`] on the CPU for the storage type E of x.
+/// Computes [`forward`] on the CPU for the storage type E of x.
 fn forward_typed<E: Element>(x: &View, draw: &Draw, y: &View) -> Result<()> {
     let (rows, cols) = (x.rows(), x.cols());
-    // SAFETY: C++ gave a contiguous tensor of E and a fresh y of the same shape.
+    // SAFETY: the C++ operator passed a contiguous tensor of E and a new y of the same shape.
     let (x, y) = unsafe { (x.slice::<E>(), Shared::new(y.slice_mut::<E>())) };
     let dropout = draw.dropout();
-    parallel::over_rows(rows, cols, |rows, all| {
+    parallel::over_rows(rows, cols, |rows, numbers| {
         // SAFETY: the ranges are disjoint and inside y.
-        let y = unsafe { y.slice(all.clone()) };
-        forward_rows::<E>(cols, dropout.as_ref(), rows.start, &x[all], y);
+        let y = unsafe { y.slice(numbers.clone()) };
+        forward_rows::<E>(cols, dropout.as_ref(), rows.start, &x[numbers], y);
     });
     Ok(())
 }
 
-/// Runs [`backward`] on the CPU for the storage type E of y.
+/// Computes [`backward`] on the CPU for the storage type E of y.
 fn backward_typed<E: Element>(dy: &View, y: &View, draw: &Draw, dx: &View) -> Result<()> {
     let (rows, cols) = (y.rows(), y.cols());
-    // SAFETY: C++ gave contiguous tensors of E and of one shape; dx is fresh.
+    // SAFETY: the C++ operator passed contiguous tensors of E and of one shape; dx is new.
     let (dy, y, dx) = unsafe { (dy.slice::<E>(), y.slice::<E>(), Shared::new(dx.slice_mut::<E>())) };
     let dropout = draw.dropout();
-    parallel::over_rows(rows, cols, |_, all| {
+    parallel::over_rows(rows, cols, |_, numbers| {
         // SAFETY: the ranges are disjoint and inside dx.
-        let dx = unsafe { dx.slice(all.clone()) };
-        backward_rows::<E>(dropout.as_ref(), &y[all.clone()], &dy[all], dx);
+        let dx = unsafe { dx.slice(numbers.clone()) };
+        backward_rows::<E>(dropout.as_ref(), &y[numbers.clone()], &dy[numbers], dx);
     });
     Ok(())
 }
@@ -89,8 +91,8 @@ fn launch(device: Device, x: &View, dy: Option<&View>, draw: &Draw, to: &View) -
     let dy_data = dy.map_or(std::ptr::null(), |dy| dy.data.cast_const());
     let dropout = dropout::OnDevice::of(draw);
     let arguments = Relu { x: x.data, dy: dy_data, y: to.data, count, chunks: chunks as i32, dropout };
-    let backward = i32::from(dy.is_some());
+    let backward = i32::from(dy.is_some()); // the kernel's option that selects the backward pass
     let options = format!("-DK_VEC={vec} -DK_X={} -DK_BACKWARD={backward}", type_name(x.dtype)?);
-    // SAFETY: C++ gave contiguous tensors of one dtype and shape, and holds them until the call returns.
+    // SAFETY: the C++ operator passed contiguous tensors of one dtype and shape, and holds them until the call returns.
     unsafe { cuda::launch(device, &PROGRAM, &options, "relu_dropout", grid_of_chunks(count), &arguments) }
 }

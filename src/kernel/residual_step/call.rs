@@ -10,12 +10,13 @@ use crate::kernel::rows::call::{RowGradients, RowViews};
 use crate::kernel::rows::curve::NUMBERS;
 use crate::kernel::rows::{gpu, RowNormKernel};
 
-/// Calls `$work::<X, F, Y>($($arg),*)` for the supported dtypes. Either x, f and y have one type, or x is f32 and f
-/// has 16 bits; then y has x's type or f's.
+/// Calls `$work::<X, F, Y>($($arg),*)` with the types of the views `$x`, `$f` and `$y`, or returns an error if they are
+/// not supported together. Either all have one type, or x is f32 and f has 16 bits; then y has x's type or f's.
 macro_rules! by_types {
     ($x:expr, $f:expr, $y:expr, $work:ident($($arg:expr),*)) => {{
         use half::{bf16, f16};
-        // The codes are f32, f64, bf16 and f16. Without a norm, y is absent or empty, so its type does not matter.
+        // The codes 0 to 3 are f32, f64, bf16 and f16. Without a norm, y is absent or empty, so its type does not
+        // matter.
         match ($x.dtype, $f.dtype, if $y.is_absent() { $f.dtype } else { $y.dtype }) {
             (0, 0, 0) => $work::<f32, f32, f32>($($arg),*),
             (1, 1, 1) => $work::<f64, f64, f64>($($arg),*),
@@ -33,7 +34,8 @@ macro_rules! by_types {
     }};
 }
 
-/// Computes x⁺, y and the statistics of every row; y and stats are absent without a norm.
+/// Computes x⁺, y and the statistics of every row on a GPU or, if `device` is `None`, on the CPU; y and stats are
+/// absent without a norm.
 pub fn forward(device: Option<Device>, kernel: &'static RowNormKernel, v: &RowViews) -> Result<()> {
     match device {
         None => by_types!(v.x, v.f, v.y, forward_typed(kernel, v)),
@@ -41,7 +43,7 @@ pub fn forward(device: Option<Device>, kernel: &'static RowNormKernel, v: &RowVi
     }
 }
 
-/// Computes every gradient.
+/// Computes the gradients that are not absent in `g`, on a GPU or, if `device` is `None`, on the CPU.
 pub fn backward(device: Option<Device>, kernel: &'static RowNormKernel, v: &RowViews, g: &RowGradients) -> Result<()> {
     match device {
         None => by_types!(v.x_plus, v.f, g.dy, backward_typed(kernel, v, g)),
@@ -49,10 +51,10 @@ pub fn backward(device: Option<Device>, kernel: &'static RowNormKernel, v: &RowV
     }
 }
 
-/// Returns the parameters that all rows, of `cols` columns, share.
+/// Returns the step's parameters, which all rows of `cols` columns share.
 ///
 /// # Safety
-/// The views' dtypes have the accumulation type A.
+/// The parameters are valid views of numbers of type A.
 unsafe fn step<A: Accumulator>(v: &RowViews, cols: usize) -> StepParameters<'_, A> {
     StepParameters {
         cols,
@@ -66,7 +68,7 @@ unsafe fn step<A: Accumulator>(v: &RowViews, cols: usize) -> StepParameters<'_, 
     }
 }
 
-/// Runs [`forward`] on the CPU for the storage types of x, f and y.
+/// Computes [`forward`] on the CPU for the storage types X, F and Y of x, f and y.
 fn forward_typed<X, F, Y>(kernel: &RowNormKernel, v: &RowViews) -> Result<()>
 where
     X: Element,
@@ -75,28 +77,28 @@ where
 {
     let norm = kernel.get::<X::Acc>();
     let (rows, cols) = (v.x.rows(), v.x.cols());
-    // SAFETY: C++ gave contiguous tensors of these types and shapes; x_plus, y and stats are fresh.
+    // SAFETY: the C++ operator passed contiguous tensors of these types and shapes.
     let (step, x, f) = unsafe { (step::<X::Acc>(v, cols), v.x.slice::<X>(), v.f.slice::<F>()) };
-    // SAFETY: x_plus, y and stats are fresh and of these types.
+    // SAFETY: x_plus, y and stats are new tensors of these types.
     let (x_plus, y, stats) = unsafe {
         (Shared::new(v.x_plus.slice_mut::<X>()), Shared::new(v.y.slice_mut::<Y>()), Shared::new(v.stats.slice_mut()))
     };
     let has_y = v.y.rows() > 0;
-    parallel::over_rows(rows, cols, |rows, all| {
+    parallel::over_rows(rows, cols, |rows, numbers| {
         // SAFETY: the ranges are disjoint and inside x_plus, y (empty for a step without a norm) and stats.
         let (x_plus, y, stats) = unsafe {
             (
-                x_plus.slice(all.clone()),
-                if has_y { y.slice(all.clone()) } else { &mut [] },
+                x_plus.slice(numbers.clone()),
+                if has_y { y.slice(numbers.clone()) } else { &mut [] },
                 stats.slice(parallel::numbers(&rows, norm.stats)),
             )
         };
-        super::forward::<X, F, Y>(norm, &step, rows.start, &x[all.clone()], &f[all], x_plus, y, stats);
+        super::forward::<X, F, Y>(norm, &step, rows.start, &x[numbers.clone()], &f[numbers], x_plus, y, stats);
     });
     Ok(())
 }
 
-/// Runs [`backward`] on the CPU for the storage types of x, f and y.
+/// Computes [`backward`] on the CPU for the storage types X, F and Y of x, f and y.
 fn backward_typed<X, F, Y>(kernel: &RowNormKernel, v: &RowViews, g: &RowGradients) -> Result<()>
 where
     X: Element,
@@ -105,7 +107,7 @@ where
 {
     let norm = kernel.get::<X::Acc>();
     let (rows, cols) = (v.x_plus.rows(), v.x_plus.cols());
-    // SAFETY: the inputs are as in `forward_typed`; the gradients are fresh, and those that are sums over rows have the
+    // SAFETY: the C++ operator passed contiguous tensors of these types and shapes; the statistics have the
     // accumulation type.
     let (step, x_plus, x, f, stats, dx_plus, dy) = unsafe {
         (
@@ -118,46 +120,46 @@ where
             g.dy.slice::<Y>(),
         )
     };
-    // SAFETY: dx and df are fresh and of these types.
+    // SAFETY: dx and df are new tensors of these types.
     let (dx, df) = unsafe { (Shared::new(g.dx.slice_mut::<X>()), Shared::new(g.df.slice_mut::<F>())) };
     let has_df = !g.df.is_absent();
-    // SAFETY: these gradients are fresh and of the accumulation type.
+    // SAFETY: these gradients are new tensors of the accumulation type.
     let [dweight, dbias, dalpha, dbeta]: [&mut [X::Acc]; 4] =
         unsafe { [g.dweight, g.dbias, g.dalpha, g.dbeta].map(|v| v.slice_mut()) };
     let mut curve_gradients = [X::Acc::ZERO; NUMBERS];
     let dnumbers = if norm.curve.is_some() { &mut curve_gradients[..] } else { &mut [] };
-    parallel::sum_over_rows(rows, cols, [dweight, dbias, dalpha, dbeta, dnumbers], |rows, all, sums| {
+    parallel::sum_over_rows(rows, cols, [dweight, dbias, dalpha, dbeta, dnumbers], |rows, numbers, sums| {
         let [dweight, dbias, dalpha, dbeta, dnumbers] = sums;
         // Returns this range of a tensor, or an empty slice if the tensor is absent.
-        fn part<T>(t: &[T], all: std::ops::Range<usize>) -> &[T] {
-            if t.is_empty() {
-                t
+        fn part<T>(tensor: &[T], range: std::ops::Range<usize>) -> &[T] {
+            if tensor.is_empty() {
+                tensor
             } else {
-                &t[all]
+                &tensor[range]
             }
         }
         // SAFETY: the ranges are disjoint and inside dx.
-        let dx = unsafe { dx.slice(all.clone()) };
+        let dx = unsafe { dx.slice(numbers.clone()) };
         // SAFETY: the ranges are disjoint and inside df; df never shares dx's memory, because df is left out if both
         // are equal.
-        let df = if has_df { unsafe { df.slice(all.clone()) } } else { &mut [] };
+        let df = if has_df { unsafe { df.slice(numbers.clone()) } } else { &mut [] };
         let mut grads = Gradients { dweight, dbias, dalpha, dbeta, dnumbers };
         super::backward::<X, F, Y>(
             norm,
             &step,
             rows.start,
-            part(dx_plus, all.clone()),
-            part(dy, all.clone()),
-            &x_plus[all.clone()],
-            part(x, all.clone()),
-            part(f, all),
+            part(dx_plus, numbers.clone()),
+            part(dy, numbers.clone()),
+            &x_plus[numbers.clone()],
+            part(x, numbers.clone()),
+            part(f, numbers),
             &stats[parallel::numbers(&rows, norm.stats)],
             dx,
             df,
             &mut grads,
         );
     });
-    // SAFETY: the numbers' gradients are fresh.
+    // SAFETY: the gradients of the curve's numbers are new tensors of the accumulation type.
     unsafe { g.write_numbers(&curve_gradients) };
     Ok(())
 }

@@ -1,4 +1,5 @@
-//! The second half of the backward pass: computes dx, df and the gradients of the scales from G.
+//! The second half of the backward pass of a residual step x⁺ = α⊙x + β⊙drop(f): computes dx, df and the gradients of α
+//! and β from G, the total gradient of x⁺.
 
 use super::mask::Bits;
 use super::{keep, StepParameters};
@@ -10,8 +11,8 @@ use crate::kernel::rows::{
     columns, each_row, fetch, rows, Blocks, BlocksMut, Lines, Measured, RowGradient, GROUP, PARTS,
 };
 
-/// The inputs of the gradient for a group of rows; absent rows are empty. If the norm is a curve, `dx_plus` is G
-/// itself.
+/// The inputs of the gradient for a group of rows; absent rows are empty. If the norm is a curve, `dx_plus` is the
+/// total gradient G of x⁺, and `dy` is absent.
 pub struct StepRows<'a, X, F, Y, D> {
     pub dx_plus: [&'a [D]; GROUP],
     pub dy: [&'a [Y]; GROUP],
@@ -20,8 +21,8 @@ pub struct StepRows<'a, X, F, Y, D> {
     pub f: [&'a [F]; GROUP],
 }
 
-/// The scales α and β per column, which are empty if both are one; and the sums per column for their gradients, empty
-/// if not wanted. `beta` includes dropout's scale, `dbeta` does not.
+/// The scales α and β per column, and the sums per column for their gradients. The scales are empty if both are one and
+/// nothing is dropped, the sums if they are not wanted. `beta` includes dropout's scale, `dbeta` does not.
 pub struct Scales<A> {
     pub alpha: Aligned<A>,
     pub beta: Aligned<A>,
@@ -30,8 +31,9 @@ pub struct Scales<A> {
 }
 
 impl<A: Accumulator> Scales<A> {
-    /// Computes dx = α⊙G and df = β⊙drop(G) for G = dx⁺ + N′(dy), and adds the group's part to dα and dβ. `weight` is
-    /// the norm's weight per column, or empty for ones; empty `dx` or `df` are not wanted.
+    /// Computes dx = α⊙G and df = β⊙drop(G) of a group of rows, and adds Σ G⊙x to dα and Σ G⊙drop(f) to dβ. G is dx⁺ +
+    /// N′(dy), where N′(dy) = p·(w⊙dy) + q·x̂ − r with the `row_gradients` p, q and r, and the statistics of x̂.
+    /// `weight` is the norm's w per column, or empty for ones; `bits` are dropout's. Empty `dx` or `df` are not wanted.
     #[inline(always)]
     pub fn apply<S: Isa, X: Element<Acc = A>, F: Element<Acc = A>, Y: Element<Acc = A>, D: Element<Acc = A>>(
         &mut self,
@@ -51,6 +53,7 @@ impl<A: Accumulator> Scales<A> {
         let (scaled, dropped) = (!self.alpha.is_empty(), bits.is_some());
         let (threshold, bits) = bits.unwrap_or((0, [&[]; GROUP]));
         let lines = rows!(r => Lines::<A, S, true>::of(row_gradients[r]));
+        // Rows of dx⁺ are prefetched one group, that is `ahead` numbers, before they are needed.
         let ahead = GROUP * inputs.dx_plus[0].len();
         let mut dy = Blocks::of(inputs.dy);
         let mut x_plus = Blocks::of(inputs.x_plus);
@@ -60,7 +63,9 @@ impl<A: Accumulator> Scales<A> {
         let mut bits = Blocks::of(bits);
         let mut dx = BlocksMut::of(dx);
         let mut df = BlocksMut::of(df);
-        let mut done = 0; // the number of blocks in earlier parts
+        // `done` counts the blocks of earlier parts. Part 0 has the whole blocks of a row, and part 1 its padded last
+        // block, if there is one.
+        let mut done = 0;
         for part in 0..PARTS {
             let n = if has_dy { dy.len(part) } else { dx_plus.len(part) };
             // Tensors and parameters that are absent or not wanted have no blocks.
@@ -78,7 +83,7 @@ impl<A: Accumulator> Scales<A> {
             let dbeta = &mut self.dbeta.as_chunks_mut::<PAIR_LANES>().0[range_if(wants_dbeta)];
             done += n;
             for i in 0..n {
-                // `total` is G of each row: N′(dy) = p·(w⊙dy) + q·x̂ − r, then plus dx⁺.
+                // `total` is G in this block of each row, as two packs: first N′(dy), then dx⁺ is added.
                 let mut total = [[Of::<A, S>::zero(); 2]; GROUP];
                 if has_dy {
                     let w = if weighted { Of::<A, S>::pair(&weight[i]) } else { [Of::<A, S>::splat(A::ONE); 2] };
@@ -90,8 +95,8 @@ impl<A: Accumulator> Scales<A> {
                 if has_dx_plus {
                     each_row!(S, r => {
                         fetch(&dx_plus[r][i], ahead);
-                        let d = Of::<A, S>::pair(&dx_plus[r][i]);
-                        total[r] = [total[r][0].add(d[0]), total[r][1].add(d[1])];
+                        let dx_plus = Of::<A, S>::pair(&dx_plus[r][i]);
+                        total[r] = [total[r][0].add(dx_plus[0]), total[r][1].add(dx_plus[1])];
                     });
                 }
                 if wants_dx && scaled {
@@ -113,11 +118,11 @@ impl<A: Accumulator> Scales<A> {
                 if wants_df {
                     let b = if scaled { Of::<A, S>::pair(&beta[i]) } else { [Of::<A, S>::splat(A::ONE); 2] };
                     each_row!(S, r => {
-                        let mut d = [b[0].mul(total[r][0]), b[1].mul(total[r][1])];
+                        let mut block = [b[0].mul(total[r][0]), b[1].mul(total[r][1])];
                         if dropped {
-                            d = keep::<A, S>(d, &bits[r][i], threshold);
+                            block = keep::<A, S>(block, &bits[r][i], threshold);
                         }
-                        Of::<A, S>::store(d, &mut df[r][i], store_f);
+                        Of::<A, S>::store(block, &mut df[r][i], store_f);
                     });
                 }
                 if wants_dbeta {
@@ -125,11 +130,11 @@ impl<A: Accumulator> Scales<A> {
                     each_row!(S, r => {
                         let f = Of::<A, S>::pair(&f[r][i]);
                         // Dropout zeroes the product, not one of its factors: 0 times infinity would be NaN.
-                        let mut d = [f[0].mul(total[r][0]), f[1].mul(total[r][1])];
+                        let mut products = [f[0].mul(total[r][0]), f[1].mul(total[r][1])];
                         if dropped {
-                            d = keep::<A, S>(d, &bits[r][i], threshold);
+                            products = keep::<A, S>(products, &bits[r][i], threshold);
                         }
-                        sum = [sum[0].add(d[0]), sum[1].add(d[1])];
+                        sum = [sum[0].add(products[0]), sum[1].add(products[1])];
                     });
                     Of::<A, S>::store(sum, &mut dbeta[i], Store::PLAIN);
                 }
@@ -140,12 +145,13 @@ impl<A: Accumulator> Scales<A> {
     }
 }
 
-/// Allocates a zero for each column's sum; the result is empty if the gradient is empty, that is, not wanted.
+/// Returns a zero for each column's sum, padded to whole blocks; it is empty if the gradient is empty, that is, not
+/// wanted.
 pub fn sum_of<A: Accumulator>(gradient: &[A], cols: usize) -> Aligned<A> {
     Aligned::new(if gradient.is_empty() { 0 } else { cols.next_multiple_of(PAIR_LANES) })
 }
 
-/// Adds the column sums, times dropout's scale, to the gradient. A gradient of one number receives the total.
+/// Adds the sums per column, times dropout's scale, to the gradient. A gradient of one number receives the total.
 pub fn finish<A: Accumulator>(sums: &[A], dropout: Option<Dropout>, gradient: &mut [A]) {
     let scale = A::from_f64(dropout.map_or(1.0, |d| d.scale));
     for (i, sum) in sums.iter().enumerate() {
@@ -153,7 +159,8 @@ pub fn finish<A: Accumulator>(sums: &[A], dropout: Option<Dropout>, gradient: &m
     }
 }
 
-/// Returns α, and β times dropout's factor for kept elements. Both are empty if x⁺ is x + f.
+/// Returns (α, β·scale) per column, where `scale` is dropout's factor of kept elements. Both are empty if α and β are 1
+/// and there is no dropout, because then x⁺ is x + f.
 pub fn scales<A: Accumulator>(step: &StepParameters<A>) -> (Aligned<A>, Aligned<A>) {
     if step.alpha.is_empty() && step.beta.is_empty() && step.dropout.is_none() {
         return (Aligned::new(0), Aligned::new(0));

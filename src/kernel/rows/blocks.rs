@@ -1,7 +1,8 @@
 //! Groups of up to four rows, and blocks of thirty-two numbers in a row, over which the passes loop.
 //!
-//! The loops handle only whole groups and whole blocks. A group with too few rows is padded with spare rows of zeros,
-//! which add nothing to any sum. If a row ends inside a block, its last block is a copy that is padded with zeros.
+//! The passes' loops handle only whole groups and whole blocks. A group with too few rows is padded with spare rows of
+//! zeros, which add nothing to any sum. If a row ends inside a block, its last block is a copy that is padded with
+//! zeros.
 
 use super::passes::{each_row, rows};
 use super::GROUP;
@@ -31,7 +32,8 @@ pub fn write_columns<A: Accumulator>(sums: &[A], to: &mut [A]) {
     }
 }
 
-/// Returns a copy of the sums per column, padded with zeros to whole blocks; zeros if `sums` is empty.
+/// Returns a copy of the sums per column, padded with zeros to whole blocks, in which a pass continues them. It is all
+/// zeros if `sums` is empty.
 pub fn start<A: Accumulator>(sums: &[A], cols: usize) -> Aligned<A> {
     Aligned::filled_up(sums, cols.next_multiple_of(PAIR_LANES), A::ZERO)
 }
@@ -42,7 +44,7 @@ pub fn start<A: Accumulator>(sums: &[A], cols: usize) -> Aligned<A> {
 pub struct Group {
     rows: usize,
     cols: usize,
-    /// The number of rows in a group.
+    /// The number of rows in a group, at most [`GROUP`].
     size: usize,
 }
 
@@ -69,7 +71,7 @@ impl Group {
         self.rows.div_ceil(self.size)
     }
 
-    /// Returns the real rows of group `g`.
+    /// Returns the indices of the rows of group `g` that exist; the last group may have fewer than `size`.
     #[inline(always)]
     pub fn range(&self, g: usize) -> Range<usize> {
         g * self.size..self.rows.min((g + 1) * self.size)
@@ -80,7 +82,7 @@ impl Group {
         memory::filled(E::default(), self.missing().min(1) * self.cols)
     }
 
-    /// Returns memory for the rows that the last group lacks, which a pass then writes.
+    /// Returns memory for the rows that the last group lacks, so that a pass can write whole groups.
     pub fn spare_out<E: Element>(&self) -> Vec<E> {
         memory::filled(E::default(), self.missing() * self.cols)
     }
@@ -90,7 +92,8 @@ impl Group {
         self.rows.next_multiple_of(self.size) - self.rows
     }
 
-    /// Returns the rows of group `g`; `spare` is from [`spare`](Self::spare). An empty tensor has empty rows.
+    /// Returns the rows of group `g` in the matrix `all`, and `spare`, from [`spare`](Self::spare), for rows that the
+    /// group lacks. An empty matrix has empty rows.
     #[inline(always)]
     pub fn rows<'a, E>(&self, g: usize, all: &'a [E], spare: &'a [E]) -> [&'a [E]; GROUP] {
         if all.is_empty() {
@@ -98,7 +101,7 @@ impl Group {
         }
         let Range { start, end } = self.range(g);
         let rows = &all[start * self.cols..end * self.cols];
-        // All rows of the group are spare (or empty, if beyond its size) until the real ones replace them.
+        // At first all rows of the group are spare, or empty if beyond its size; then the real ones replace them.
         let mut group = rows!(r => if r < self.size { spare } else { &[][..] });
         for (to, row) in group.iter_mut().zip(rows.chunks_exact(self.cols)) {
             *to = row;
@@ -106,8 +109,8 @@ impl Group {
         group
     }
 
-    /// Returns the rows of group `g` for writing; `spare` is from [`spare_out`](Self::spare_out). An empty tensor has
-    /// empty rows.
+    /// Returns the rows of group `g` in the matrix `all` for writing, and rows of `spare`, from
+    /// [`spare_out`](Self::spare_out), for those that the group lacks. An empty matrix has empty rows.
     #[inline(always)]
     pub fn rows_mut<'a, E>(&self, g: usize, all: &'a mut [E], spare: &'a mut [E]) -> [&'a mut [E]; GROUP] {
         if all.is_empty() {
@@ -139,7 +142,8 @@ pub fn split_ref<E>(all: &[E], cols: usize) -> [&[E]; GROUP] {
     rows!(r => &all[r * cols..(r + 1) * cols])
 }
 
-/// A group of rows to read, in two parts: the whole blocks, and one padded block if rows end inside a block.
+/// A group of rows to read, in two parts: part 0 has a row's whole blocks, and part 1 one padded block if rows end
+/// inside a block.
 pub struct Blocks<'a, E> {
     rows: [&'a [E]; GROUP],
     /// The padded last block of each row, built at its first use.
@@ -150,7 +154,8 @@ pub struct Blocks<'a, E> {
 /// after a loop over blocks would compile it twice.
 pub const PARTS: usize = 2;
 
-/// Returns the number of blocks in `part` of a row of `cols` numbers.
+/// Returns the number of blocks in a part of a row of `cols` numbers: the whole blocks in part 0. In part 1 it is one,
+/// or none if the row ends with a block.
 #[inline(always)]
 fn count(cols: usize, part: usize) -> usize {
     if part == 0 {
@@ -167,7 +172,8 @@ impl<'a, E: Copy + Default> Blocks<'a, E> {
         Blocks { rows, rest: None }
     }
 
-    /// Returns each row's `n` blocks of this part: none for rows that the instruction set does not process together.
+    /// Returns each row's first `n` blocks of this part: none for rows that the instruction set does not process
+    /// together. Callers pass the part's number of blocks, or 0 for a matrix that is absent.
     #[inline(always)]
     pub fn part<S: Isa>(&mut self, part: usize, n: usize) -> [&[[E; PAIR_LANES]]; GROUP] {
         if part == 0 || n == 0 {
@@ -202,14 +208,15 @@ impl<'a, E: Element> BlocksMut<'a, E> {
     /// Wraps the rows of a group for writing.
     #[inline(always)]
     pub fn of(rows: [&'a mut [E]; GROUP]) -> Self {
-        // Each of the four rows is split into its whole blocks, .0, and its tail, .1.
+        // Each of the four rows becomes a pair: its whole blocks, and its tail.
         let [a, b, c, d] = rows;
         let (a, b) = (a.as_chunks_mut::<PAIR_LANES>(), b.as_chunks_mut::<PAIR_LANES>());
         let (c, d) = (c.as_chunks_mut::<PAIR_LANES>(), d.as_chunks_mut::<PAIR_LANES>());
         BlocksMut { whole: [a.0, b.0, c.0, d.0], tails: [a.1, b.1, c.1, d.1], rest: None }
     }
 
-    /// Returns each row's `n` blocks of this part: none for rows that the instruction set does not process together.
+    /// Returns each row's first `n` blocks of this part for writing: none for rows that the instruction set does not
+    /// process together. Callers pass the part's number of blocks, or 0 for a matrix that is absent.
     #[inline(always)]
     pub fn part<S: Isa>(&mut self, part: usize, n: usize) -> [&mut [[E; PAIR_LANES]]; GROUP] {
         let counts = rows!(r => if r < S::ROWS { n } else { 0 });
@@ -217,7 +224,7 @@ impl<'a, E: Element> BlocksMut<'a, E> {
         if part == 0 || n == 0 {
             return [&mut a[..counts[0]], &mut b[..counts[1]], &mut c[..counts[2]], &mut d[..counts[3]]];
         }
-        // Part 1 is one padded block per row.
+        // Part 1 is one padded block per row, which `finish` copies to the row's tail.
         let [a, b, c, d] = self.rest.insert([[E::default(); PAIR_LANES]; GROUP]);
         let [a, b, c, d] = [from_mut(a), from_mut(b), from_mut(c), from_mut(d)];
         [&mut a[..counts[0]], &mut b[..counts[1]], &mut c[..counts[2]], &mut d[..counts[3]]]

@@ -4,8 +4,9 @@
 //!
 //! > dx = scale·u,  dscale = Σ u⊙x,  dshift = Σ u,  dw = Σ dy⊙f(z),  db = Σ dy   (sums over rows)
 //!
-//! scale and shift are single numbers, so their sums run over all elements: first over each row, in lanes, then over
-//! the rows. A curve is two functions on a buffer of z, called through [`Curve`]; only these are compiled per curve.
+//! `scale` and `shift` are single numbers, so their gradients are sums over all elements: first over each row, in
+//! lanes, then over the rows. A curve is two functions on a buffer of z, called through [`Curve`]. Only these two are
+//! compiled for each curve.
 
 use super::blocks::{columns, split, split_ref, start, write_columns, Blocks, BlocksMut, Group, PARTS};
 use super::passes::{each_row, fetch, normalise, rows};
@@ -52,7 +53,7 @@ multiversion! {
     }
 }
 
-/// Returns a curve's (scale, shift), with 1 for a missing scale and −0 for a missing shift.
+/// Returns a curve's (scale, shift) from `given`, with 1 for a missing scale and −0 for a missing shift.
 pub fn numbers<A: Accumulator>(given: [Option<A>; NUMBERS]) -> [A; NUMBERS] {
     // Adding −0 changes nothing, but adding 0 would turn −0 into 0.
     [given[0].unwrap_or(A::ONE), given[1].unwrap_or(-A::ZERO)]
@@ -82,8 +83,8 @@ multiversion! {
 }
 
 multiversion! {
-    /// Computes the gradient of [`forward`]: overwrites `dx`, adds to `dweight` (empty, or as long as `weight`),
-    /// `dbias` (empty, or one per column) and `dnumbers` (empty, or two).
+    /// Computes the gradient of [`forward`] from `dy`: overwrites `dx`, and adds to the others. `dweight` is empty or
+    /// as long as `weight`, `dbias` empty or one per column, and `dnumbers` empty or those of scale and shift.
     pub fn backward[isa S][E: Element](
         curve: &Curve<E::Acc>, cols: usize, dy: &[E], x: &[E], numbers: [E::Acc; NUMBERS], weight: &[E::Acc],
         dx: &mut [E], dweight: &mut [E::Acc], dbias: &mut [E::Acc], dnumbers: &mut [E::Acc],
@@ -98,7 +99,7 @@ multiversion! {
         for g in 0..group.count() {
             let (dy, x) = (group.rows(g, dy, &spare), group.rows(g, x, &spare));
             let dx = group.rows_mut(g, dx, &mut spare_out);
-            // Without a residual step there is no dx⁺ to add.
+            // The empty rows are dx⁺, which only a residual step has.
             bend.backward::<S, E, E, E>(dy, x, [&[]; GROUP], group.range(g).len(), dx, store);
         }
         store.finish();
@@ -111,17 +112,18 @@ pub struct Bend<'a, A> {
     curve: &'a Curve<A>,
     numbers: [A; NUMBERS],
     cols: usize,
-    /// The buffer: first z, which f(z) then replaces.
+    /// The buffer: it holds first z, an affine function of x, which f(z) then replaces.
     affines: Aligned<A>,
 }
 
 impl<'a, A: Accumulator> Bend<'a, A> {
-    /// Takes the curve, its (scale, shift), and the width of its rows.
+    /// Returns the curve with its (scale, shift) and an empty buffer; `cols` is the width of the rows.
     pub fn new(curve: &'a Curve<A>, numbers: [A; NUMBERS], cols: usize) -> Self {
         Bend { curve, numbers, cols, affines: Aligned::new(GROUP * cols) }
     }
 
-    /// Computes y = w⊙f(z) + b for a group of rows. Only the first `count` rows are real, the others are spare.
+    /// Computes y = weight⊙f(z) + bias, with z = scale·x + shift, for a group of rows. Only the first `count` rows are
+    /// real, the others are spare.
     #[inline(always)]
     pub fn forward<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>>(
         &mut self,
@@ -134,7 +136,8 @@ impl<'a, A: Accumulator> Bend<'a, A> {
     ) {
         self.compute_affines::<S, X>(x);
         (self.curve.values)(&mut self.affines[..count * self.cols]);
-        // f(z) is x̂ already, so the shift is 0 and the scale 1.
+        // f(z) is x̂ already, so `normalise` gets the shift 0 and the scale 1. `false` means that shifts are not
+        // subtracted.
         normalise::<S, A, Y, false>(
             split_ref(&self.affines, self.cols),
             [Measured::NONE; GROUP],
@@ -145,13 +148,15 @@ impl<'a, A: Accumulator> Bend<'a, A> {
         );
     }
 
-    /// Computes z for a group of rows.
+    /// Writes z = scale·x + shift of a group of rows to the buffer.
     #[inline(always)]
     fn compute_affines<S: Isa, X: Element<Acc = A>>(&mut self, x: [&[X]; GROUP]) {
         let [scale, shift] = self.numbers.map(Of::<A, S>::splat);
+        // Rows are prefetched one group, that is `ahead` numbers, before they are needed.
         let ahead = GROUP * self.cols;
         let mut x = Blocks::of(x);
         let mut z = BlocksMut::of(split(&mut self.affines, self.cols));
+        // Part 0 has the whole blocks of a row, and part 1 its padded last block, if there is one.
         for part in 0..PARTS {
             let n = x.len(part);
             let (x, z) = (x.part::<S>(part, n), z.part::<S>(part, n));
@@ -180,8 +185,8 @@ pub struct BendBack<'a, A> {
 }
 
 impl<'a, A: Accumulator> BendBack<'a, A> {
-    /// Starts the sums at the values of `dweight`, `dbias` and `dnumbers`; [`finish`](Self::finish) writes the new
-    /// sums.
+    /// Starts the sums at the values of the gradients `dweight`, `dbias` and `dnumbers` (of scale and shift), each of
+    /// which may be empty; [`finish`](Self::finish) writes the new sums.
     pub fn new(
         curve: &'a Curve<A>,
         numbers: [A; NUMBERS],
@@ -201,8 +206,9 @@ impl<'a, A: Accumulator> BendBack<'a, A> {
         }
     }
 
-    /// Computes dx = scale·u, plus `dx_plus` if this is not empty, and adds these rows' terms to the sums. Only the
-    /// first `count` rows of the group are real, the others are spare.
+    /// Computes dx = scale·u for a group of rows, plus `dx_plus` if this is not empty, where z = scale·x + shift and u
+    /// = weight⊙dy⊙f′(z). Adds these rows' terms to the sums that are the parameters' gradients. Only the first `count`
+    /// rows of the group are real, the others are spare.
     #[inline(always)]
     pub fn backward<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>, D: Element<Acc = A>>(
         &mut self,
@@ -226,7 +232,8 @@ impl<'a, A: Accumulator> BendBack<'a, A> {
         let mut affines = Blocks::of(split_ref(&self.bend.affines, cols));
         let mut slopes = Blocks::of(split_ref(&self.slopes, cols));
         let (mut sum_u, mut sum_ux) = ([[Of::<A, S>::zero(); 2]; GROUP], [[Of::<A, S>::zero(); 2]; GROUP]);
-        // `done` counts the blocks of earlier parts; rows are prefetched `ahead` numbers before they are needed.
+        // `done` counts the blocks of earlier parts: part 0 has the whole blocks of a row, and part 1 its padded last
+        // block, if there is one. Rows are prefetched one group, that is `ahead` numbers, before they are needed.
         let (mut done, ahead) = (0, GROUP * cols);
         for part in 0..PARTS {
             let n = x.len(part);
@@ -238,6 +245,7 @@ impl<'a, A: Accumulator> BendBack<'a, A> {
             let dbias = &mut self.dbias.as_chunks_mut::<PAIR_LANES>().0[done..done + n];
             done += n;
             for b in 0..n {
+                // This holds the block of dx of each row, as two packs.
                 let mut blocks = [[Of::<A, S>::zero(); 2]; GROUP];
                 each_row!(S, r => { fetch(&dy[r][b], ahead) });
                 each_pack!(p => {
@@ -272,8 +280,8 @@ impl<'a, A: Accumulator> BendBack<'a, A> {
         }
     }
 
-    /// Writes the sums over all rows: the gradients of weight, bias, scale and shift. A slice is empty if its gradient
-    /// is not wanted.
+    /// Writes the sums over all rows, which are the gradients of weight, bias and (scale, shift). A slice is empty if
+    /// its gradient is not wanted.
     pub fn finish(&self, dweight: &mut [A], dbias: &mut [A], dnumbers: &mut [A]) {
         write_columns(&self.dweight[..self.bend.cols], dweight);
         write_columns(&self.dbias[..self.bend.cols], dbias);
@@ -307,13 +315,14 @@ pub(crate) mod tests {
         check_splitting::<N>();
     }
 
-    /// Checks rows of `cols` numbers of type E, with each kind of weight and of learned scalars.
+    /// Checks rows of `cols` numbers of type E, with each kind of weight and bias and several (scale, shift).
     fn check_type<N: CurveNorm, E: Tested>(exact: Exact, cols: usize) {
         let seed = cols as u64;
-        // Each row's numbers have a scale and a mean. Some rows lie near 0, where the curve bends, others where it is
-        // flat. Seven rows do not fill the last group.
+        // The numbers of a row have these (scale, mean). Some rows lie near 0, where the curve bends, others where it
+        // is flat. Seven rows do not fill the last group.
         let kinds = [(1.0, 0.0), (1.0, 0.5), (0.0, 0.0), (100.0, 0.0), (1e-4, 0.0), (3.0, 1.0), (E::HUGE, 0.0)];
-        let x: Vec<E> = (0..).zip(kinds).flat_map(|(k, (s, m))| numbers::<E>(cols, seed + k, s, m)).collect();
+        let row = |(k, (scale, mean)): (u64, (f64, f64))| numbers::<E>(cols, seed + k, scale, mean);
+        let x: Vec<E> = (0..).zip(kinds).flat_map(row).collect();
         let dy = numbers::<E>(x.len(), seed + 100, 1.0, 0.1);
         let (per_column, gain) = (numbers::<f64>(cols, seed + 200, 0.5, 2.0), vec![1.75]);
         for (weight, bias) in [(vec![], vec![]), (gain, vec![0.5]), (per_column, numbers::<f64>(cols, 300, 1.0, 0.0))] {
@@ -332,7 +341,8 @@ pub(crate) mod tests {
         }
     }
 
-    /// Compares y and all gradients with the formula; `learned` is the curve's (scale, shift).
+    /// Compares y and all gradients with the formula, for rows of x and their dy, weight w and bias b; `learned` is the
+    /// curve's (scale, shift).
     fn check_rows<N: CurveNorm, E: Tested>(
         exact: Exact,
         cols: usize,
@@ -374,8 +384,9 @@ pub(crate) mod tests {
                 }
             }
         }
+        // The gradients of weight, bias and (scale, shift) are compared number by number.
         let pairs = [(&dw, &want_dw), (&db, &want_db), (&dn, &want_dn)];
-        for (k, (got, want)) in pairs.into_iter().flat_map(|(g, w)| g.iter().zip(w)).enumerate() {
+        for (k, (got, want)) in pairs.into_iter().flat_map(|(got, want)| got.iter().zip(want)).enumerate() {
             let error = 2.0 * sum_error;
             assert!((got.to_f64() - want).abs() <= error, "sum {k} of {cols}: {} for {want} ± {error:e}", got.to_f64());
         }
@@ -383,6 +394,7 @@ pub(crate) mod tests {
 
     /// Checks that a NaN makes only its own element of y and dx NaN, and only the sum of its column.
     fn check_nan<N: CurveNorm>() {
+        // There are five rows of 40 columns; the NaN is in row 2, column 7.
         let (curve, mut x) = (Curve::of::<N>(), [0.5f32; 5 * 40]);
         x[2 * 40 + 7] = f32::NAN;
         let (mut y, mut dx, mut dw) = ([0.0; 5 * 40], [0.0; 5 * 40], [0.0; 40]);
@@ -400,6 +412,7 @@ pub(crate) mod tests {
         let curve = Curve::of::<N>();
         for cols in WIDTHS {
             let (x, dy) = (numbers::<f32>(8 * cols, 1, 1.0, 0.0), numbers::<f32>(8 * cols, 2, 1.0, 0.5));
+            // Computes eight rows, `rows` at a time.
             let run = |rows: usize| {
                 let (mut y, mut dx) = (vec![0.0; 8 * cols], vec![0.0; 8 * cols]);
                 let (mut db, mut dn) = (vec![0.0; cols], [0.0; NUMBERS]);

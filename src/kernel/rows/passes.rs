@@ -7,8 +7,8 @@ use crate::cpu::pack::{pack, pack_mut, Isa, Of, Pack, Store, PAIR_LANES};
 use crate::cpu::{memory, Accumulator, Element};
 use crate::each_pack;
 
-/// Builds an array with the value of an expression for each row `$r` of a group. It avoids `map`, whose closure is a
-/// separate function, compiled without the surrounding instruction set unless LLVM happens to inline it.
+/// Builds an array with the value of an expression for each row `$r` of a group, 0 to 3. It avoids `map`, whose closure
+/// is a separate function, compiled without the surrounding instruction set unless LLVM happens to inline it.
 macro_rules! rows {
     ($r:ident => $value:expr) => {
         [
@@ -33,7 +33,7 @@ macro_rules! rows {
 }
 pub(crate) use rows;
 
-/// Runs statements for each row that the instruction set processes together.
+/// Runs statements for each row `$r` of a group that the instruction set `$isa` processes together.
 macro_rules! each_row {
     ($isa:ty, $r:ident => $work:block) => {{
         let [(), (), (), ()] = rows!($r => {
@@ -44,7 +44,7 @@ macro_rules! each_row {
 pub(crate) use each_row;
 
 impl<A: Accumulator> RowNormFns<A> {
-    /// Returns the shift and the scale of each row.
+    /// Returns the shift and the scale of each row of a group.
     #[inline(always)]
     pub fn measure<S: Isa, E: Element<Acc = A>>(&self, x: [&[E]; GROUP], eps: A) -> [Measured<A>; GROUP] {
         let cols = A::from_f64(x[0].len() as f64);
@@ -59,12 +59,13 @@ impl<A: Accumulator> RowNormFns<A> {
         };
         let mut measured = [Measured::NONE; GROUP];
         for r in 0..S::ROWS {
+            // A norm returns `None` if the sums have lost precision.
             measured[r] = (self.measure)(&sums[r], eps).unwrap_or_else(|| self.measure_scaled(x[r], eps));
         }
         measured
     }
 
-    /// Measures a row whose sums have lost precision.
+    /// Returns the shift and the scale of a row whose sums have lost precision, from the row itself.
     #[cold]
     #[inline(never)]
     fn measure_scaled<E: Element<Acc = A>>(&self, x: &[E], eps: A) -> Measured<A> {
@@ -72,13 +73,14 @@ impl<A: Accumulator> RowNormFns<A> {
     }
 }
 
-/// Returns Σx² of each row.
+/// Returns Σx² of each row of a group.
 #[inline(always)]
 fn squares<S: Isa, E: Element>(x: [&[E]; GROUP]) -> [E::Acc; GROUP] {
     // This pass is the first over its rows and waits for memory. So it prefetches the same columns GROUP rows further
     // on.
     let ahead = GROUP * x[0].len();
     let mut x = Blocks::of(x);
+    // Each row has two packs of partial sums, because a block of the row is two packs.
     let mut sums = [[Of::<E::Acc, S>::zero(); 2]; GROUP];
     // Part 0 has the whole blocks of a row, and part 1 its padded last block, if there is one.
     for part in 0..PARTS {
@@ -95,8 +97,8 @@ fn squares<S: Isa, E: Element>(x: [&[E]; GROUP]) -> [E::Acc; GROUP] {
     rows!(r => sums[r][0].add(sums[r][1]).sum())
 }
 
-/// Returns moments about a guess, the mean of the row's first columns. With d = x − guess, μ = guess + mean d and σ²
-/// = mean d² − (mean d)².
+/// Returns Σd and Σd² of each row of a group, where d = x − guess and the guess is the mean of the row's first columns.
+/// From them follow μ = guess + mean d and σ² = mean d² − (mean d)².
 ///
 /// With guess = 0, E[x²] − μ² would lose every digit for a row with μ = 4096·σ in f32. Here (guess − μ)² is at most
 /// cols/128·σ² for any row (Cauchy-Schwarz over the 128 columns of the guess) and typically σ²/128, so at most log₂(1
@@ -107,11 +109,11 @@ fn squares<S: Isa, E: Element>(x: [&[E]; GROUP]) -> [E::Acc; GROUP] {
 fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>; GROUP] {
     // The guess is the mean of this many columns.
     const FIRST: usize = 128;
-    let cols_usize = x[0].len();
+    let width = x[0].len();
     let mut x = Blocks::of(x);
     let mut sums = [[Of::<E::Acc, S>::zero(); 2]; GROUP];
-    // The guess uses only whole blocks (part 0), except for a row that is shorter than one block: part 1 is the padded
-    // last block.
+    // The guess uses only whole blocks, which are in part 0. A row that is shorter than one block has only part 1, the
+    // padded last block.
     let part = if x.len(0) > 0 { 0 } else { 1 };
     let n = x.len(part).min(FIRST / PAIR_LANES);
     let first = x.part::<S>(part, n);
@@ -122,17 +124,18 @@ fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>;
         });
     }
     // A row that is shorter than one block is padded with zeros, which must not count.
-    let guess_columns = (n * PAIR_LANES).min(cols_usize);
+    let guess_columns = (n * PAIR_LANES).min(width);
     let share = E::Acc::ONE / E::Acc::from_f64(guess_columns as f64);
+    // `about` is the guess of each row, and `shift` has it in all lanes.
     let about = rows!(r => sums[r][0].add(sums[r][1]).sum() * share);
     let shift = rows!(r => Of::<E::Acc, S>::splat(about[r]));
 
     // This pass is the first over its rows and waits for memory. So it prefetches the same columns GROUP rows further
     // on.
-    let ahead = GROUP * cols_usize;
+    let ahead = GROUP * width;
     // The padded last block is multiplied by these factors: 1 for the row's numbers, 0 for the padding.
     let mut real = [E::Acc::ZERO; PAIR_LANES];
-    real[..cols_usize % PAIR_LANES].fill(E::Acc::ONE);
+    real[..width % PAIR_LANES].fill(E::Acc::ONE);
     let real = Of::<E::Acc, S>::pair(&real);
     let mut sums = [[Of::<E::Acc, S>::zero(); 2]; GROUP];
     let mut squares = sums;
@@ -161,8 +164,9 @@ fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>;
     })
 }
 
-/// Computes y = w⊙x̂ + b for a group of rows, each with its shift and scale in `rows`. With `C` (centred) false, all
-/// shifts are zero and not subtracted.
+/// Computes y = weight⊙x̂ + bias with x̂ = (x − shift)·scale for a group of rows, each with its shift and scale in
+/// `rows`. `weight` and `bias` have one number per column. If C (centred) is false, all shifts are zero and not
+/// subtracted.
 #[inline(always)]
 pub fn normalise<S: Isa, E: Element, Y: Element<Acc = E::Acc>, const C: bool>(
     x: [&[E]; GROUP],
@@ -179,11 +183,11 @@ pub fn normalise<S: Isa, E: Element, Y: Element<Acc = E::Acc>, const C: bool>(
     // Part 0 has the whole blocks of a row, and part 1 its padded last block, if there is one.
     for part in 0..PARTS {
         let n = x.len(part);
-        // w and c are the blocks of weight and bias in this part.
-        let (x, y, w, c) = (x.part::<S>(part, n), y.part::<S>(part, n), &weight[..n], &bias[..n]);
+        let (x, y, weights, biases) = (x.part::<S>(part, n), y.part::<S>(part, n), &weight[..n], &bias[..n]);
+        // The blocks after these belong to the next part.
         (weight, bias) = (&weight[n..], &bias[n..]);
         for b in 0..n {
-            let (w, c) = (Of::<E::Acc, S>::pair(&w[b]), Of::<E::Acc, S>::pair(&c[b]));
+            let (w, c) = (Of::<E::Acc, S>::pair(&weights[b]), Of::<E::Acc, S>::pair(&biases[b]));
             each_row!(S, r => {
                 let [low, high] = Of::<E::Acc, S>::pair(&x[r][b]);
                 let (low, high) = (affines[r].at(low).mul_add(w[0], c[0]), affines[r].at(high).mul_add(w[1], c[1]));
@@ -202,11 +206,13 @@ pub struct Weight<'a, A> {
     norm: &'a RowNormFns<A>,
     eps: A,
     cols: usize,
-    /// The single gain, and the sum that is its gradient; one and unused for a weight per column.
+    /// The single gain; 1 for a weight per column.
     gain: A,
+    /// The sum that is the gain's gradient; unused for a weight per column.
     dgain: A,
     /// The weight per column; empty if all are one and no sum per column is wanted.
     columns: Aligned<A>,
+    /// The sums per column that are the gradients of the weight per column and of the bias.
     dcolumns: Aligned<A>,
     dbias: Aligned<A>,
     /// True if Σg is needed or dbias is wanted; one pass computes both.
@@ -214,8 +220,8 @@ pub struct Weight<'a, A> {
 }
 
 impl<'a, A: Accumulator> Weight<'a, A> {
-    /// Starts the sums at the values of `dweight` (empty if not wanted, or as long as `weight`) and `dbias` (empty, or
-    /// one per column); [`finish`](Self::finish) writes the new sums.
+    /// Starts the sums at the values of the gradients `dweight` (empty if not wanted, or as long as `weight`) and
+    /// `dbias` (empty, or one per column); [`finish`](Self::finish) writes the new sums.
     pub fn new(norm: &'a RowNormFns<A>, weight: &[A], cols: usize, eps: A, dweight: &[A], dbias: &[A]) -> Self {
         // One number for several columns is a gain. For a single column it is the weight of that column.
         let (gain, dgain, weight, dweight) = match (weight, dweight) {
@@ -232,7 +238,8 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         Weight { norm, eps, cols, gain, dgain, columns, dcolumns, dbias, biased }
     }
 
-    /// Computes the first half of the rows' gradient: adds to dweight and dbias, and returns the p, q and r of dx.
+    /// Computes the first half of the gradient of a group of rows: adds their terms to the gradients of weight and
+    /// bias. Returns for each row its shift and scale from `rows`, and the coefficients of dx = p·g + q·x̂ − r.
     #[inline(always)]
     pub fn row_gradients<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>>(
         &mut self,
@@ -240,6 +247,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         x: [&[X]; GROUP],
         rows: [Measured<A>; GROUP],
     ) -> [(Measured<A>, RowGradient<A>); GROUP] {
+        // The last two parameters are true if there is a weight per column, and if Σg is needed.
         let sums = if self.columns.is_empty() {
             self.sums::<S, X, Y, false, false>(dy, x, rows)
         } else if self.biased {
@@ -250,8 +258,9 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         let cols = A::from_f64(self.cols as f64);
         let mut row_gradients = [(Measured::NONE, RowGradient::NONE); GROUP];
         for r in 0..S::ROWS {
-            // The sums leave out the gain: Σdy⊙x̂ is its gradient, and the formula gets them multiplied by it. The
-            // second half leaves the gain out of g too, so p is multiplied by it.
+            // The sums leave out a single gain: Σdy⊙x̂ is its gradient. The norm's formula takes sums of g = gain·dy,
+            // so they are multiplied by the gain. The second half leaves the gain out of g too, so p is multiplied by
+            // it.
             let (sum_g, sum_gx) = sums[r];
             self.dgain += sum_gx;
             let gradient = (self.norm.gradient)(rows[r], self.eps, cols, self.gain * sum_g, self.gain * sum_gx);
@@ -260,8 +269,9 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         row_gradients
     }
 
-    /// Returns Σg and Σg⊙x̂ of each row, with g = w⊙dy. If W is true, there is a weight per column, and dy⊙x̂ is added
-    /// to dweight. If B is true, dy is added to dbias, and Σg is computed; otherwise Σg is 0, and all shifts are zero.
+    /// Returns (Σg, Σg⊙x̂) of each row, with g = w⊙dy. If W is true, there is a weight w per column, and dy⊙x̂ is added
+    /// to its gradient. If B is true, dy is added to the bias's gradient, and Σg is computed; otherwise Σg is 0, and
+    /// all shifts are zero.
     #[inline(always)]
     fn sums<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>, const W: bool, const B: bool>(
         &mut self,
@@ -303,11 +313,11 @@ impl<'a, A: Accumulator> Weight<'a, A> {
                     }
                     each_row!(S, r => {
                         let (dy, x): (Of<A, S>, Of<A, S>) = (Pack::load(pack(&dy[r][b], p)), Pack::load(pack(&x[r][b], p)));
-                        let xh = affines[r].at(x);
+                        let hat = affines[r].at(x); // x̂
                         let g = if W { w.mul(dy) } else { dy };
-                        sum_gx[r][p] = g.mul_add(xh, sum_gx[r][p]);
+                        sum_gx[r][p] = g.mul_add(hat, sum_gx[r][p]);
                         if W {
-                            dw = dy.mul_add(xh, dw);
+                            dw = dy.mul_add(hat, dw);
                         }
                         if B {
                             sum_g[r][p] = sum_g[r][p].add(g);
@@ -335,8 +345,8 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         &self.columns
     }
 
-    /// Computes the second half of the rows' gradient: dx = p·g + q·x̂ − r with g = w⊙dy, from the results of
-    /// [`row_gradients`](Self::row_gradients).
+    /// Computes the second half of the gradient of a group of rows: dx = p·g + q·x̂ − r. In it g is dy times the weight
+    /// per column. `row_gradients` are the results of [`row_gradients`](Self::row_gradients).
     #[inline(always)]
     pub fn apply<S: Isa, E: Element<Acc = A>>(
         &self,
@@ -356,7 +366,8 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         }
     }
 
-    /// Computes [`apply`](Self::apply); W is true if there is a weight per column, C if the shift is not zero.
+    /// Computes [`apply`](Self::apply). W is true if there is a weight per column; if C (centred) is false, all shifts
+    /// are zero and not subtracted.
     #[inline(always)]
     fn apply_to<S: Isa, E: Element<Acc = A>, const W: bool, const C: bool>(
         &self,
@@ -391,7 +402,8 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         dx.finish();
     }
 
-    /// Writes the sums; a slice is empty if its gradient is not wanted.
+    /// Writes the sums over all rows to the gradients of weight and bias; a slice is empty if its gradient is not
+    /// wanted.
     pub fn finish(&self, dweight: &mut [A], dbias: &mut [A]) {
         match dweight {
             // One number for several columns is a gain.
@@ -402,7 +414,8 @@ impl<'a, A: Accumulator> Weight<'a, A> {
     }
 }
 
-/// The coefficients of a row's x̂ in all lanes. With `C` (centred) false, the shift is zero and not subtracted.
+/// The coefficients of a row's x̂ = (x − shift)·scale, copied to all lanes of a pack. If C (centred) is false, the
+/// shift is zero and not subtracted.
 #[derive(Clone, Copy)]
 pub struct Affine<A: Accumulator, S: Isa, const C: bool> {
     scale: Of<A, S>,
@@ -416,7 +429,7 @@ impl<A: Accumulator, S: Isa, const C: bool> Affine<A, S, C> {
         Affine { scale: Pack::splat(row.scale), shift: Pack::splat(row.shift) }
     }
 
-    /// Returns x̂ = (x − shift)·scale.
+    /// Returns x̂ = (x − shift)·scale for a pack of numbers.
     #[inline(always)]
     pub fn at(&self, x: Of<A, S>) -> Of<A, S> {
         // x·scale − shift·scale would be one instruction, but would leave the rounding error of a product: a row of
@@ -429,7 +442,7 @@ impl<A: Accumulator, S: Isa, const C: bool> Affine<A, S, C> {
     }
 }
 
-/// A row's dx as a linear function of g and x̂, with x̂ computed from x.
+/// A row's dx = p·g + q·x̂ − r as a function of g and x, with the coefficients copied to all lanes of a pack.
 #[derive(Clone, Copy)]
 pub struct Lines<A: Accumulator, S: Isa, const C: bool> {
     hat: Affine<A, S, C>,
@@ -442,12 +455,12 @@ impl<A: Accumulator, S: Isa, const C: bool> Lines<A, S, C> {
     /// Copies the row's shift and scale and the coefficients of its dx to all lanes.
     #[inline(always)]
     pub fn of((row, gradient): (Measured<A>, RowGradient<A>)) -> Self {
-        // Adding −0 changes nothing, but adding 0 would turn −0 into 0.
+        // If r is 0, −r is −0. Adding −0 changes nothing, but adding 0 would turn −0 into 0.
         let minus_r = Pack::splat(-gradient.r);
         Lines { hat: Affine::of(row), p: Pack::splat(gradient.p), q: Pack::splat(gradient.q), minus_r }
     }
 
-    /// Returns dx = p·g + q·x̂ − r.
+    /// Returns dx = p·g + q·x̂ − r for packs of g and x.
     #[inline(always)]
     pub fn at(&self, g: Of<A, S>, x: Of<A, S>) -> Of<A, S> {
         self.p.mul_add(g, self.q.mul_add(self.hat.at(x), self.minus_r))

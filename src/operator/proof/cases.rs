@@ -1,9 +1,9 @@
 //! The cases of a proof, and how each changes the actual call.
 //!
 //! Most cases have more rows than the device processes at once. Together the cases test both sides of every run-time
-//! condition of the kernels, such as with and without a mask. For norms with column statistics these are: a real row
-//! or only padding, training or evaluation, paper or release variant, finite or non-finite inputs, and counters that
-//! are low, high or at the end of a warm-up.
+//! condition of the kernels, such as with and without a mask. Norms with column statistics have further conditions:
+//! rows are real or padding, a call trains or evaluates, the variant is the paper's or the release's, inputs are finite
+//! or not, and counters are low, high or at the end of a warm-up.
 
 use super::maker::{counted, few_columns, is_kept, rows, Maker, Tensors, FEW, LATE, LONG};
 use crate::cuda::Device;
@@ -58,8 +58,8 @@ impl Case {
     ];
 }
 
-/// Returns the call's values for the case, and the test tensors at the arguments' indices in the schema; `None` if
-/// the case makes no sense for this call.
+/// Returns the call's values as the case changes them, and the test tensors that replace the tensors among them, at the
+/// same indices; `None` if the case makes no sense for this call.
 pub fn arguments(
     operator: &Operator,
     call: &Call,
@@ -77,6 +77,7 @@ pub fn arguments(
     change_numbers(case, &declared, &mut given);
     // `given` points to these tensors, until test tensors replace all tensor arguments.
     let fabricated = change_tensors(case, &declared, &x, &mut given)?;
+    // Returns the value of the argument with this name; `None` if the operator has no such argument.
     let number = |name: &str| declared.place(name).map(|place| given[place]);
     let counter = match case {
         Case::Late | Case::Other | Case::Variant(_) => Some(LATE),
@@ -132,7 +133,7 @@ fn makes_sense(case: Case, declared: &Declared, given: &[Value], has_state: bool
     })
 }
 
-/// Changes the call's numbers as the case requires.
+/// Changes the call's numbers, flags and words as the case requires.
 fn change_numbers(case: Case, declared: &Declared, given: &mut [Value]) {
     let mut change = |name: &str, new_value: &dyn Fn(Value) -> Value| {
         if let Some(place) = declared.place(name) {
@@ -147,8 +148,8 @@ fn change_numbers(case: Case, declared: &Declared, given: &mut [Value]) {
     }
 }
 
-/// Changes the call's tensors as the case requires. `given` points to the returned tensors, so callers must keep
-/// them.
+/// Replaces tensors among the call's values `given` as the case requires; `x` is the leader's tensor. `given` points to
+/// the returned tensors, so callers must keep them.
 fn change_tensors(case: Case, declared: &Declared, x: &Tensor, given: &mut [Value]) -> Result<Vec<Tensor>> {
     let mut fabricated: Vec<(usize, Tensor)> = Vec::new();
     if let Some((_, place)) = mask_of(declared) {
@@ -161,7 +162,8 @@ fn change_tensors(case: Case, declared: &Declared, x: &Tensor, given: &mut [Valu
             Case::Padding => fabricated.push((place, every(1)?)),
             Case::Variant(n) => fabricated.push((place, every(n)?)),
             Case::Long => {
-                // In every second slab, only the last quarter of the rows is real.
+                // A slab is the rows that one block sums. In every second slab, the mask marks the first three quarters
+                // of the rows as padding.
                 let (row, (slab, _)) = (counted(&[LONG], x.device())?, slabs(LONG));
                 let is_in_first_part = row.f_remainder(slab)?.f_lt(slab * 3 / 4)?;
                 let is_in_even_slab = row.f_remainder(2 * slab)?.f_lt(slab)?;

@@ -20,8 +20,9 @@ pub fn counted(size: &[i64], device: tch::Device) -> Result<Tensor> {
     Ok(Tensor::f_arange(size.iter().product::<i64>(), (Kind::Int64, device))?.f_view(size)?)
 }
 
-/// Returns the first columns of `real`, the call's tensor. Their number has the same remainder modulo [`WIDE`] as
-/// before: kernels use the remainder to choose how many numbers they read at once.
+/// Returns the first columns of `real`, the call's tensor for this argument: at most eight ([`WIDE`]) more than the
+/// remainder of its columns modulo eight. The remainder stays, because kernels use it to choose how many numbers they
+/// read at once.
 pub fn few_columns(argument: &Argument, real: &Tensor) -> Result<Tensor> {
     // A vector of any shape, such as PowerNorm's (1, d, 1, 1), is flattened first.
     let real = if argument.sizes == "=d" { real.f_reshape([-1].as_slice())? } else { real.f_view_as(real)? };
@@ -39,6 +40,7 @@ pub fn is_kept(backward: &Operator, argument: &Argument) -> bool {
 pub fn rows(leader: &Tensor, device: Device) -> i64 {
     // A block processes at most four rows at once (`Layout::of`). The rows need two rounds and a part of a third.
     let at_once = 4 * Layout::most_blocks(cuda::multiprocessors(device).unwrap_or(1));
+    // The limit of 2^24 numbers keeps the f64 copies small.
     let most = (1 << 24) / leader.size().last().copied().unwrap_or(1).max(1);
     i64::from(2 * at_once + 3).min(most.max(LEAST))
 }
@@ -102,25 +104,25 @@ impl Maker {
     }
 
     /// Creates the tensors of a backward operator by running its forward operator on test tensors, so that the kept
-    /// tensors (inputs and outputs of the same forward call) fit together. `all` are the values of the backward call.
-    pub fn after(&self, forward: &Operator, backward: &Declared, all: &[Value]) -> Result<Tensors> {
+    /// tensors (inputs and outputs of the same forward call) fit together. `values` are those of the backward call.
+    pub fn after(&self, forward: &Operator, backward: &Declared, values: &[Value]) -> Result<Tensors> {
         let declared = Declared::new(forward)?;
         let (_, leader_place) = backward.leader()?;
-        let like = all[leader_place].required();
+        let like = values[leader_place].required();
         // The numbers of this seed (seed, update, micro-batch) are arbitrary.
         let seed = Tensor::f_from_slice(&[3i64, 1, 4])?.f_to_device(like.device())?;
-        let dy = backward.place("dy").map(|place| all[place]).filter(|dy| !dy.is_none());
+        let dy = backward.place("dy").map(|place| values[place]).filter(|dy| !dy.is_none());
         // Some buffers are arguments of the forward operator only. A counter of 0 and a warm-up of 1 make this a first
         // update.
-        let (statistics, counter) = buffers(backward, all, &like)?;
+        let (statistics, counter) = buffers(backward, values, &like)?;
         let absent = Value::from(None::<f64>);
         let mut given = Vec::with_capacity(declared.formals.len());
         for (place, formal) in declared.formals.iter().enumerate() {
             let argument = declared.table.iter().find(|(_, index)| *index == place).map(|(argument, _)| *argument);
-            // A norm can measure its rows or use given statistics; here it must measure them.
+            // An argument with an output's name has statistics of an earlier call. Here the norm must measure its own.
             let is_output = forward.outputs.iter().any(|output| output.name == formal.name);
             let known =
-                backward.place(formal.name).map(|place| all[place]).filter(|value| !is_output && !value.is_none());
+                backward.place(formal.name).map(|place| values[place]).filter(|value| !is_output && !value.is_none());
             // The forward call gets the backward call's values. For arguments that the backward operator lacks, tensors
             // or numbers stand in.
             given.push(match (known, argument, formal.name) {
@@ -141,11 +143,12 @@ impl Maker {
         }
         let inputs = self.all(&declared, &given)?;
         let outputs = engine::call_by_name(forward.name(), &replaced(&given, &inputs), forward.outputs.len())?;
-        let mut made: Tensors = all.iter().map(|_| None).collect();
+        let mut made: Tensors = values.iter().map(|_| None).collect();
         for (argument, place) in &backward.table {
-            let Some(real) = all[*place].tensor() else { continue };
+            let Some(real) = values[*place].tensor() else { continue };
+            // The argument `dy` is the gradient of the output `y`.
             let gradient_of = argument.name.strip_prefix('d').and_then(|name| declared.output(name));
-            let address = all[*place].view.data.addr();
+            let address = values[*place].view.data.addr();
             made[*place] = Some(match (gradient_of, declared.output(argument.name)) {
                 // The gradient of output k is random, output k itself is kept, and other arguments are inputs.
                 (Some(k), _) => {
@@ -175,8 +178,8 @@ impl Maker {
         }
         let has_rows = argument.sizes.starts_with(['*', 'n']) || argument.sizes == "=n";
         let is_leader = argument.is & LEADER != 0;
-        // Numbers such as "=1", and tables with a fixed number of rows such as the statistics "6d", keep the call's
-        // values: random ones would make no sense. ("1|d" is a parameter.)
+        // Numbers such as "=1" keep the call's values, because random ones would make no sense. So do tables with a
+        // fixed number of rows, such as the statistics "6d". A size "1|d" is a parameter, which does not keep them.
         if !has_rows && !argument.sizes.contains('d')
             || argument.sizes.starts_with(|c: char| c.is_ascii_digit() && c != '1')
         {
@@ -253,10 +256,10 @@ impl Maker {
         Ok(x)
     }
 
-    /// Writes `with` into one number, if the case is `Spoilt`.
-    fn spoilt(&self, x: Tensor, with: f64) -> Result<Tensor> {
+    /// Writes `number` into the case's column of the middle row, if the case is `Spoilt`.
+    fn spoilt(&self, x: Tensor, number: f64) -> Result<Tensor> {
         if let (Case::Spoilt(column), true) = (self.case, x.dim() > 1) {
-            let _ = x.f_select(0, self.rows / 2)?.f_select(-1, column)?.f_fill_(with)?;
+            let _ = x.f_select(0, self.rows / 2)?.f_select(-1, column)?.f_fill_(number)?;
         }
         Ok(x)
     }
@@ -279,9 +282,9 @@ impl Maker {
         }
     }
 
-    /// Returns nearly normally distributed numbers in the type of `like`, without using torch's generators. Each is the
-    /// sum of four uniform numbers, shifted to mean 0 and scaled to variance 1. A uniform number is the fraction of a
-    /// large multiple of a sine, a hash of its index and `salt`.
+    /// Returns nearly normally distributed numbers in the type of `like`, with the alignment of `address`, without
+    /// using torch's generators. Each is the sum of four uniform numbers, shifted to mean 0 and scaled to variance 1. A
+    /// uniform number is the fraction of a large multiple of a sine, a hash of its index and `salt`.
     fn random(&self, size: &[i64], salt: usize, like: &Tensor, address: usize) -> Result<Tensor> {
         let count: i64 = size.iter().product();
         let index = Tensor::f_arange(count, (Kind::Double, like.device()))?;
@@ -296,21 +299,23 @@ impl Maker {
     }
 }
 
-/// Returns column statistics in the type of the backward operator's buffers, and a counter of 0.
-fn buffers(backward: &Declared, all: &[Value], like: &Tensor) -> Result<(Tensor, Tensor)> {
+/// Returns column statistics of 1 in the type of the backward operator's buffers, and a counter of 0. `values` are
+/// those of the backward call, and `like` is its leader.
+fn buffers(backward: &Declared, values: &[Value], like: &Tensor) -> Result<(Tensor, Tensor)> {
     let states = backward.table.iter().filter(|(argument, _)| matches!(argument.reading, Reading::State));
-    let kind = states.filter_map(|(_, place)| all[*place].tensor()).map(|t| t.kind()).find(|kind| *kind != Kind::Int64);
+    let kind =
+        states.filter_map(|(_, place)| values[*place].tensor()).map(|t| t.kind()).find(|kind| *kind != Kind::Int64);
     let columns = like.size().last().copied().unwrap_or(1);
     let statistics = Tensor::f_ones([columns].as_slice(), (kind.unwrap_or(Kind::Float), like.device()))?;
     Ok((statistics, Tensor::f_zeros([1].as_slice(), (Kind::Int64, like.device()))?))
 }
 
-/// Repeats the rows of `real` up to the shape `size`.
+/// Returns a tensor of the shape `size`, whose first dimension is rows, with the rows of `real` again and again.
 fn repeated(real: &Tensor, size: &[i64]) -> Result<Tensor> {
     let row_shape = &size[1..];
-    let all = real.f_reshape([&[-1], row_shape].concat().as_slice())?;
-    let index = Tensor::f_arange(size[0], (Kind::Int64, real.device()))?.f_remainder(all.size()[0].max(1))?;
-    Ok(all.f_index_select(0, &index)?)
+    let rows = real.f_reshape([&[-1], row_shape].concat().as_slice())?;
+    let index = Tensor::f_arange(size[0], (Kind::Int64, real.device()))?.f_remainder(rows.size()[0].max(1))?;
+    Ok(rows.f_index_select(0, &index)?)
 }
 
 /// Returns a copy of t in the type `kind`, at an address that is equal to `address` modulo sixteen. The width of

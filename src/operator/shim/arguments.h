@@ -15,18 +15,22 @@ inline bool is_floating(at::ScalarType t) {
   return t == at::kFloat || t == at::kDouble || t == at::kBFloat16 || t == at::kHalf;
 }
 
+// Returns true for a digit in `Argument::sizes`; every other character of a size is a letter.
 inline bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
 // The sizes that the letters and the "*" of `Argument::sizes` stand for in one call.
 struct Sizes {
-  const c10::SymInt* letters[26] = {};
-  c10::SymIntArrayRef first;
-  bool has_first = false;
+  const c10::SymInt* letters[26] = {};  // for a to z; null if the letter has no value yet
+  c10::SymIntArrayRef first;            // the leading dimensions for "*"
+  bool has_first = false;               // true if `first` is known
 
-  // The values of letters that are not a dimension: integer arguments, and the number of elements that "=" counts.
+  // `letters` points to these values if a letter is no dimension: integer arguments, and the number of elements that
+  // "=" counts.
   c10::SymInt numbers[2], count;
 
+  // Returns the pointer to a letter's value, which is null if the letter has no value yet. Callers may set it.
   const c10::SymInt*& of(char letter) { return letters[letter - 'a']; }
+  // Gives a letter the value of the i-th integer argument.
   void set_number(size_t i, char letter, int64_t number) {
     numbers[i] = number;
     of(letter) = &numbers[i];
@@ -40,16 +44,18 @@ struct Sizes {
     return known == &size || *known == size;
   }
 
-  // Does the same as `is` for the number of t's elements.
+  // Returns true if the number of t's elements is the wanted digit or the value of the wanted letter. A letter without
+  // a value takes it.
   bool counts(char wanted, const Tensor& t) {
-    const auto found = t.sym_numel();
-    if (is_digit(wanted)) return found == wanted - '0';
+    const auto elements = t.sym_numel();
+    if (is_digit(wanted)) return elements == wanted - '0';
     auto& known = of(wanted);
-    if (!known) count = found, known = &count;
-    return found == *known;
+    if (!known) count = elements, known = &count;
+    return elements == *known;
   }
 
-  // Returns true if t has the wanted sizes. A letter or "*" without a value yet takes the size that is found.
+  // Returns true if t has the sizes that `wanted` describes, in the notation of `Argument::sizes`. A letter or "*"
+  // without a value takes the size that t has.
   bool match(const char* wanted, const Tensor& t) {
     if (*wanted == '=') return counts(wanted[1], t);
     // "1|d" or "1|d#": a matrix is allowed only with "#", and one of its sides must be d.
@@ -62,10 +68,10 @@ struct Sizes {
     if (*wanted == '*') {
       const size_t rest = std::strlen(++wanted);
       if (sizes.size() < rest) return false;
-      const auto found = sizes.slice(0, sizes.size() - rest);
-      if (has_first && !found.equals(first)) return false;
-      first = found, has_first = true;
-      sizes = sizes.slice(found.size());
+      const auto leading = sizes.slice(0, sizes.size() - rest);
+      if (has_first && !leading.equals(first)) return false;
+      first = leading, has_first = true;
+      sizes = sizes.slice(leading.size());
     } else if (sizes.size() != std::strlen(wanted)) {
       return false;
     }
@@ -100,8 +106,10 @@ struct Sizes {
   }
 };
 
+// Returns the type in which kernels compute for a leader of this type.
 inline at::ScalarType computing(at::ScalarType leader) { return leader == at::kDouble ? at::kDouble : at::kFloat; }
 
+// Returns true if `type` is what `wanted` asks for; `leader` is the leader's type.
 inline bool is_of(Type wanted, at::ScalarType type, at::ScalarType leader) {
   switch (wanted) {
     case Type::FLOATING: return is_floating(type);
@@ -117,6 +125,7 @@ inline bool is_of(Type wanted, at::ScalarType type, at::ScalarType leader) {
   }
 }
 
+// Returns the wanted type in words: "float32, as x is". `leader` is the leader's name and `type` its type.
 inline std::string describe(Type wanted, const char* leader, at::ScalarType type) {
   const bool is_double = type == at::kDouble;
   switch (wanted) {
@@ -134,6 +143,8 @@ inline std::string describe(Type wanted, const char* leader, at::ScalarType type
   }
 }
 
+// Errors if t, which is given for the argument a, breaks a rule of the table. `op` is the operator's name in messages,
+// `leader` the leader's name, and x the leader itself.
 inline void check_one(const char* op, const Argument& a, const Tensor& t, const char* leader, const Tensor& x,
                       Sizes& sizes) {
   TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == at::kStrided, op, ": ", a.name,
@@ -148,7 +159,8 @@ inline void check_one(const char* op, const Argument& a, const Tensor& t, const 
                     leader, " is, on ", x.device(), ", got ", t.device());
 }
 
-// Errors if an argument that is written to is not contiguous or shares memory with another argument.
+// Errors if argument i of the table, which is written to, is not contiguous or shares memory with another argument.
+// `name` is the operator's name in messages.
 inline void check_written(const char* name, const Op& op, Args args, size_t i) {
   const Tensor& t = entry(op, args, i);
   TORCH_CHECK_VALUE(t.is_contiguous(), name, ": ", op.table[i].name, " must be contiguous: it is written to");
@@ -157,16 +169,16 @@ inline void check_written(const char* name, const Op& op, Args args, size_t i) {
 }
 
 // Errors if an argument breaks a rule of the operator's table. The leader is checked first, the rest in the table's
-// order.
+// order. `sizes` gets the values of all letters.
 inline void check(const Op& op, Args args, Sizes& sizes) {
   const char* name = op.title >= 0 ? args[op.title].toStringRef().c_str() : op.name;
-  const char* leads = op.table[op.leader].name;
+  const char* leader_name = op.table[op.leader].name;
   const Tensor& x = leader(op, args);
   for (size_t i = 0; i < op.numbers.size(); ++i)
     sizes.set_number(i, *op.numbers[i].sizes, args[op.numbers[i].place].toInt());
   const auto check_entry = [&](size_t i) {
     const Tensor& t = entry(op, args, i);
-    if (t.defined()) return check_one(name, op.table[i], t, leads, x, sizes);
+    if (t.defined()) return check_one(name, op.table[i], t, leader_name, x, sizes);
     TORCH_CHECK_VALUE(op.table[i].is & OPTIONAL, name, ": ", op.table[i].name, " is missing");
   };
   check_entry(op.leader);
@@ -176,11 +188,11 @@ inline void check(const Op& op, Args args, Sizes& sizes) {
     if (op.table[i].is & WRITTEN) check_written(name, op, args, i);
   for (const auto& row : op.lists)
     for (const auto& t : args[row.place].toListRef())
-      if (tensor(t).defined()) check_one(name, row, tensor(t), leads, x, sizes);
+      if (tensor(t).defined()) check_one(name, row, tensor(t), leader_name, x, sizes);
   if (op.dtype < 0 || args[op.dtype].isNone()) return;
   const auto type = args[op.dtype].toScalarType();
   TORCH_CHECK_TYPE(is_of(Type::WIDTH, type, x.scalar_type()), name, ": dtype must be ",
-                   describe(Type::WIDTH, leads, x.scalar_type()), "; got ", type);
+                   describe(Type::WIDTH, leader_name, x.scalar_type()), "; got ", type);
 }
 
 }  // namespace nfrs

@@ -9,6 +9,7 @@ using Values = at::SmallVector<Value, 20>;
 
 // ---- devices ----
 
+// Returns true inside a torch.func transform, such as grad or vmap.
 inline bool is_transformed() {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
 }
@@ -18,6 +19,7 @@ inline int32_t kernel_device(const Tensor& t) {
   // In tests, CPU tensors can stand in for those of device 0, except float64, for which there are no CUDA kernels.
   return t.is_cpu() && nfrs_cuda_stand_in() && t.scalar_type() != at::kDouble ? 0 : -1;
 }
+// Returns true if kernels run on this CUDA device. If they cannot, warns once; if the user requires them, errors.
 inline bool cuda_ready(int32_t device) {
   const int ready = nfrs_cuda_ready(device);
   TORCH_CHECK(ready >= 0, nfrs_rust_error());
@@ -36,8 +38,8 @@ inline bool has_kernel(const Op& op, const Tensor& x) {
 
 // ---- types and shapes ----
 
-// Returns the type in which kernels read the norm's parameters: the type in which the leader is computed; but on a GPU,
-// the parameters' own 16-bit type if all have the same.
+// Returns the type in which kernels read the norm's parameters. This is the type in which the leader is computed. But
+// on a GPU it is the parameters' own 16-bit type, if all have the same one.
 inline at::ScalarType parameter_type(const Op& op, Args args) {
   const Tensor& x = leader(op, args);
   const auto computed = computing(x.scalar_type());
@@ -53,7 +55,7 @@ inline at::ScalarType parameter_type(const Op& op, Args args) {
   return type == at::kBFloat16 || type == at::kHalf ? type : computed;
 }
 
-// Returns an output's type; with `working`, the type in which kernels write it.
+// Returns the type of output k; if `working` is true, the type in which kernels write it.
 inline at::ScalarType type_of(const Op& op, Args args, size_t k, bool working) {
   const Tensor& x = leader(op, args);
   const size_t i = op.made[k].place;
@@ -75,7 +77,8 @@ inline bool is_absent(const Op& op, Args args, const Call& call, size_t k) {
   return (call.absent >> k & 1) || !entry(op, args, op.made[k].place).defined();
 }
 
-// Allocates output k. An output that is not computed gets no elements. Sizes may be symbolic.
+// Allocates output k; if `working` is true, in the type in which kernels write it. An output that is not computed gets
+// no elements. Sizes may be symbolic.
 inline Tensor allocate(const Op& op, Args args, const Sizes& sizes, const Call& call, size_t k, bool working) {
   const auto options = leader(op, args).options().dtype(type_of(op, args, k, working));
   if (is_absent(op, args, call, k)) return at::empty({0}, options);
@@ -85,6 +88,7 @@ inline Tensor allocate(const Op& op, Args args, const Sizes& sizes, const Call& 
 
 // ---- arguments in the form for Rust ----
 
+// Returns the number by which Rust identifies a tensor's type; -1 for types that no kernel reads.
 inline int32_t dtype_code(const Tensor& t) {
   switch (t.scalar_type()) {
     case at::kFloat: return 0;
@@ -105,6 +109,7 @@ inline View view(const Tensor& t) {
   return View{const_cast<void*>(t.const_data_ptr()), rows, cols, stride, dtype_code(t)};
 }
 
+// Returns a tensor or another argument as a `Value`, which points to it and does not own it. `by_kernel` adds the view.
 inline Value shown(const Tensor& t) {
   Value v;
   if (t.defined()) v.tag = Value::TENSOR, v.dtype = dtype_code(t), v.tensor = &t;
@@ -123,6 +128,7 @@ inline Value shown(const IValue& given) {
   else TORCH_CHECK(given.isNone(), "an operator's argument is a ", given.tagKind());
   return v;
 }
+// Returns each element of a list as a `Value`.
 template <class All>
 Values all_shown(const All& given) {
   Values all;
@@ -150,14 +156,16 @@ struct Planned {
 
 // Returns outputs without memory, for the Meta key.
 inline Tensors meta(const Op& op, Args args) {
-  const Planned p(op, args, -1);
+  const int32_t no_device = -1;
+  const bool working = false;
+  const Planned p(op, args, no_device);
   Tensors made;
-  for (size_t k = 0; k < op.made.size(); ++k) made.push_back(allocate(op, args, p.sizes, p.call, k, false));
+  for (size_t k = 0; k < op.made.size(); ++k) made.push_back(allocate(op, args, p.sizes, p.call, k, working));
   return made;
 }
 
-// Errors for a tensor subclass without memory if Python's dispatch key is excluded: torch's own kernels would then read
-// invalid memory.
+// Errors if an argument is a tensor subclass without memory, such as a FakeTensor, and Python's dispatch key is
+// excluded. The formula's operations would then run torch's own kernels, which would read invalid memory.
 inline void check_wrapped(const Op& op, Args args) {
   if (!c10::impl::tls_local_dispatch_key_set().excluded_.has(c10::DispatchKey::Python)) return;
   for (size_t i = 0; i < op.table.size(); ++i) {
@@ -167,7 +175,7 @@ inline void check_wrapped(const Op& op, Args args) {
   }
 }
 
-// Runs the formula. Rust gets the reason, WHY.
+// Runs the formula, and returns its outputs. Rust gets WHY, the reason why no kernel runs.
 template <Why WHY>
 Tensors by_formula(const Op& op, Args args) {
   check_wrapped(op, args);
@@ -177,8 +185,10 @@ Tensors by_formula(const Op& op, Args args) {
   check_rust(nfrs_run(op.rust, FORMULA, &p.call, out.data()));
   Tensors made;
   for (auto* t : out) made.push_back(take_over(t));
+  // Outputs that the formula does not compute are zeros.
+  const bool working = false;
   for (size_t k = 0; k < made.size(); ++k)
-    if (!made[k].defined()) made[k] = allocate(op, args, p.sizes, p.call, k, false).zero_();
+    if (!made[k].defined()) made[k] = allocate(op, args, p.sizes, p.call, k, working).zero_();
   return made;
 }
 
@@ -196,7 +206,7 @@ inline Tensor reading(const Op& op, Args args, size_t i, int32_t device) {
     // A working copy. On the CPU it is always a new tensor; `by_kernel` copies it back if it has changed.
     case Reading::STATE:
       if (at::isFloatingType(type)) type = device < 0 || type == at::kDouble ? at::kDouble : at::kFloat;
-      return t.to(type, false, device < 0).contiguous();
+      return t.to(type, /*non_blocking=*/false, /*copy=*/device < 0).contiguous();
     case Reading::COMPUTED: type = computing(x.scalar_type()); break;
     case Reading::PARAMETER: type = parameter_type(op, args); break;
     case Reading::DENSE: break;
@@ -207,7 +217,8 @@ inline Tensor reading(const Op& op, Args args, size_t i, int32_t device) {
 // Runs the kernel, or the formula if there is no kernel for this call.
 inline Tensors by_kernel(const Op& op, Args args) {
   const Tensor& x = leader(op, args);
-  // A meta tensor beside a leader with memory is left to `check`, whose error names both devices.
+  // Errors if an argument has no memory. But a meta tensor beside a leader with memory is left to `check`, whose error
+  // names both devices.
   for (size_t i = 0; i < op.table.size(); ++i)
     if (const Tensor& t = entry(op, args, i); t.defined() && t.layout() == at::kStrided)
       TORCH_CHECK_VALUE(t.is_meta() ? i != op.leader : !is_hollow(t), op.name, ": ", op.table[i].name, " ",
@@ -229,7 +240,7 @@ inline Tensors by_kernel(const Op& op, Args args) {
   }
   Values outputs;
   for (size_t k = 0; k < op.made.size(); ++k) {
-    made[k] = allocate(op, args, p.sizes, p.call, k, true);
+    made[k] = allocate(op, args, p.sizes, p.call, k, /*working=*/true);
     const bool is_made = !is_absent(op, args, p.call, k);
     outputs.push_back(shown(is_made ? made[k] : Tensor()));
     if (is_made) outputs[k].view = view(made[k]);
@@ -248,17 +259,17 @@ inline Tensors by_kernel(const Op& op, Args args) {
   }
   // Kernels wrote some outputs in their working type.
   for (size_t k = 0; k < op.made.size(); ++k) {
-    const auto type = type_of(op, args, k, false);
+    const auto type = type_of(op, args, k, /*working=*/false);
     if (made[k].scalar_type() != type) made[k] = made[k].to(type);
   }
   return made;
 }
 
-// The kernel of the Negative and Conjugate keys for an operator that writes to arguments: runs on plain copies, and
-// copies the results back. torch's own fallback assumes that every written argument is returned; if one is not, the
-// fallback writes to memory of another tensor.
+// The kernel of the Negative and Conjugate keys for an operator that writes to arguments. It runs the operator on plain
+// copies of lazily negated or conjugated tensors, and copies the results back. torch's own fallback assumes that every
+// written argument is returned. If one is not, that fallback writes to memory of another tensor.
 inline void by_plain(const Op& op, c10::DispatchKeySet keys, Stack* stack) {
-  std::vector<std::pair<Tensor, Tensor>> written;
+  std::vector<std::pair<Tensor, Tensor>> written;  // a written argument, and its plain copy
   const auto& formal = op.handle->schema().arguments();
   for (size_t i = 0; i < op.n_args; ++i) {
     IValue& v = torch::jit::peek(*stack, i, op.n_args);
@@ -277,8 +288,10 @@ inline void by_plain(const Op& op, c10::DispatchKeySet keys, Stack* stack) {
 inline void by_examples(const Op& op, c10::DispatchKeySet, Stack* stack) {
   using at::functorch::maybeGetBatchedImpl;
   const auto args = torch::jit::last(*stack, op.n_args).vec();
+  // Returns vmap's wrapper of an argument; null if no vmap batches it.
   const auto batched = [&](const IValue& v) { return tensor(v).defined() ? maybeGetBatchedImpl(tensor(v)) : nullptr; };
-  int64_t level = -1, count = 0;  // of the innermost vmap
+  // The level of the innermost vmap, and its number of examples.
+  int64_t level = -1, count = 0;
   for (const auto& v : args)
     if (const auto* b = batched(v); b && b->level() > level) level = b->level(), count = b->value().size(b->bdim());
   TORCH_CHECK_VALUE(count > 0, op.name, ": vmap over no examples");
@@ -286,16 +299,17 @@ inline void by_examples(const Op& op, c10::DispatchKeySet, Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::FuncTorchBatched);
   std::vector<std::vector<Tensor>> made(op.made.size());
   for (int64_t i = 0; i < count; ++i) {
-    Stack one;
+    Stack example;
     for (const auto& v : args) {
       const auto* b = batched(v);
-      one.push_back(b && b->level() == level ? IValue(b->value().select(b->bdim(), i)) : v);
+      example.push_back(b && b->level() == level ? IValue(b->value().select(b->bdim(), i)) : v);
     }
-    op.handle->callBoxed(one);
-    for (size_t k = 0; k < made.size(); ++k) made[k].push_back(one[k].toTensor());
+    op.handle->callBoxed(example);  // replaces the arguments by the outputs
+    for (size_t k = 0; k < made.size(); ++k) made[k].push_back(example[k].toTensor());
   }
   torch::jit::drop(*stack, op.n_args);
-  for (const auto& all : made) stack->emplace_back(at::functorch::makeBatched(at::stack(all), 0, level));
+  // Each output is batched along dimension 0, where its examples are stacked.
+  for (const auto& examples : made) stack->emplace_back(at::functorch::makeBatched(at::stack(examples), 0, level));
 }
 
 // Makes one of the functions above a boxed kernel: its results replace the arguments on the stack.

@@ -13,7 +13,7 @@ using Args = at::ArrayRef<IValue>;
 
 // ---- a declaration ----
 
-// An array in Rust's memory: of a declaration, which is never freed, or of a call.
+// An array in Rust's memory. A declaration's arrays are never freed; a call's arrays live as long as the call.
 template <class T>
 struct Span {
   const T* data;
@@ -69,9 +69,11 @@ struct Argument {
   Reading reading;
 };
 
-struct Origin {  // the source of a backward operator's argument
+// The source of a backward operator's argument: the gradient of a forward output, a forward argument or output, or
+// none.
+struct Origin {
   enum : int32_t { NOTHING, GRADIENT, ARGUMENT, OUTPUT } kind;
-  uint32_t index;
+  uint32_t index;  // the index of the output, or of the forward operator's argument
   int64_t only_for;  // passed only if the gradient of this entry of Op::table is wanted; -1: always
 };
 
@@ -86,8 +88,9 @@ enum : uint32_t {
   LOOPED = 64,       // is called by vmap once per example
 };
 
+// An operator's declaration.
 struct Op {
-  const void* rust;
+  const void* rust;                     // Rust's declaration, which nfrs_run gets back
   const char *name, *schema;
   size_t n_args, leader;                // the leader's index in `table`: types and devices are compared with it
   int64_t dtype, title, p;              // indices of the arguments dtype, name in messages, dropout rate; or -1
@@ -126,12 +129,15 @@ struct Value {
   View view;
 };
 
+// The stages of a call, which nfrs_run runs: checks, kernel, formula, and gradients that can be differentiated again.
 enum Stage : int32_t { PLAN, KERNEL, FORMULA, GRADIENT };
 // Results of nfrs_run if the kernels are wrong on this device, so that the formula must run. REFUSED_NOW also warns
 // once.
 enum : int { REFUSED = 4, REFUSED_NOW = 5 };
+// The reason why a formula runs: there is no kernel, a transform differentiates the call, or vmap batches it.
 enum Why : int32_t { DEVICE, TRANSFORM, BATCH };
 
+// A call in one of its stages.
 struct Call {
   Span<Value> arguments, outputs;
   const Value* gradients;  // the gradients of the outputs
@@ -144,17 +150,21 @@ struct Call {
   bool composed;     // true if no kernel accepts this call
 };
 
+// Returns the tensor in an argument; an undefined one if it has none.
 inline const Tensor& tensor(const IValue& v) {
   static const Tensor absent;
   return v.isTensor() ? v.toTensor() : absent;
 }
 inline IValue value(const Tensor& t) { return t.defined() ? IValue(t) : IValue(); }
+// Returns the call's tensor for entry i of the operator's table; undefined if it is absent.
 inline const Tensor& entry(const Op& op, Args args, size_t i) { return tensor(args[op.table[i].place]); }
 inline const Tensor& leader(const Op& op, Args args) { return entry(op, args, op.leader); }
 
 }  // namespace nfrs
 
 extern "C" {
+// Runs a stage of a call in Rust, which puts the results of a formula or gradient stage into `made`. Returns 0,
+// REFUSED, REFUSED_NOW, or the status of an error for `check_rust`.
 int nfrs_run(const void* rust, nfrs::Stage stage, nfrs::Call* call, at::Tensor** made);
 int nfrs_cuda_ready(int32_t device);  // 1: kernels run there; 0: they cannot run; -1: they cannot run but are required
 bool nfrs_cuda_stand_in();            // true if CPU tensors are sent through the CUDA kernels, for tests
@@ -163,8 +173,8 @@ const char* nfrs_rust_error();        // the message of this thread's last faile
 
 namespace nfrs {
 
-// Throws a failed call's error. A Python exception is thrown unchanged, because torch's checkpointing raises one to end
-// a recomputation early.
+// Throws a failed call's error: 2 is a ValueError, 3 a NotImplementedError. A Python exception is thrown unchanged,
+// because torch's checkpointing raises one to end a recomputation early.
 inline void check_rust(int status) {
   if (status != 0) normformer_rs::rethrow_as(nfrs_rust_error());
   TORCH_CHECK_VALUE(status != 2, nfrs_rust_error());

@@ -8,8 +8,8 @@ namespace nfrs {
 
 using at::Tensor;
 
-// Returns the bytes by which the storage is too small for the tensor, because it was resized (FSDP does so); <= 0 if
-// none.
+// Returns the bytes by which the storage is too small for the tensor; at most 0 if it is large enough. FSDP frees a
+// tensor's memory by resizing its storage.
 inline int64_t missing_bytes(const Tensor& t) {
   if (!t.has_storage() || t.is_meta() || t.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return 0;
   if (t.numel() == 0) return 0;
@@ -50,7 +50,8 @@ struct Plainly {
                            c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
 };
 
-// Copies a tensor that torch.func differentiates, number by number, because torch offers no public way to unwrap it.
+// Returns a copy on the host, in `type`, of a tensor that torch.func differentiates. It copies number by number,
+// because torch offers no public way to unwrap the tensor.
 inline Tensor by_items(const Tensor& t, at::ScalarType type) {
   const Tensor flat = t.reshape({-1});
   std::vector<at::Scalar> items;
@@ -67,6 +68,7 @@ inline Tensor on_host(Tensor t, int type, std::string& why) {
   if (t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper))
     return by_items(t, type < 0 ? t.scalar_type() : static_cast<at::ScalarType>(type));
   const Plainly plainly;
+  // Unwrap the tensor from functionalisation, after the writes that its wrapper has deferred.
   while (t.defined() && at::functionalization::impl::isFunctionalTensor(t)) {
     at::functionalization::impl::sync(t);
     t = at::functionalization::impl::from_functional_tensor(t);

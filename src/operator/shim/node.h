@@ -11,7 +11,8 @@ namespace nfrs {
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// Returns the gradient of the argument t in t's shape and type; undefined if the gradient was not computed.
+// Converts the gradient of the argument t to t's shape and type; returns an undefined tensor if the gradient was not
+// computed.
 inline Tensor like(const Tensor& gradient, const Tensor& t) {
   if (!t.defined()) return gradient;
   Tensor d = gradient.scalar_type() == t.scalar_type() ? gradient : gradient.to(t.scalar_type());
@@ -25,10 +26,12 @@ struct Kept {
   std::vector<IValue> arguments, outputs;
 };
 
-// Computes the gradients with the backward operator, by its kernel or its formula.
+// Computes the gradients of the tensors in op.table with the backward operator, by its kernel or its formula.
+// `gradients` are those of the outputs. Bit i of `wanted` is set if the gradient of entry i of the table is needed.
 inline variable_list by_operator(const Op& op, const Kept& kept, const std::vector<IValue>& gradients,
                                  uint64_t wanted) {
   const Op& b = *op.backward;
+  // The stack holds the backward operator's arguments, and after the call its outputs.
   Stack stack;
   stack.reserve(std::max(b.n_args, b.made.size()));
   for (const auto& s : b.sources) {
@@ -40,6 +43,7 @@ inline variable_list by_operator(const Op& op, const Kept& kept, const std::vect
   b.handle->callBoxed(stack);
   variable_list result(op.table.size());
   for (size_t k = 0; k < b.results.size(); ++k) {
+    // Output k is the gradient of entry results[k] of the table.
     if (!(wanted >> b.results[k] & 1)) continue;
     auto& d = result[b.results[k]];
     const Tensor& t = entry(op, kept.arguments, b.results[k]);
@@ -50,7 +54,8 @@ inline variable_list by_operator(const Op& op, const Kept& kept, const std::vect
   return result;
 }
 
-// Checks the kept tensors again, because a saved-tensor hook may have returned different ones.
+// Checks the kept tensors again, because a saved-tensor hook may have returned different ones. `gradient` is the
+// gradient of an output; the tensors must lie on its device.
 inline void check_kept(const Op& op, const Kept& kept, const Tensor& gradient) {
   Sizes sizes;
   const Tensor& x = leader(op, kept.arguments);
@@ -68,13 +73,16 @@ inline void check_kept(const Op& op, const Kept& kept, const Tensor& gradient) {
     if (tensor(v).defined()) check_place(tensor(v));
 }
 
-// Computes gradients that can be differentiated again, with Rust's formula for the gradient.
+// Computes gradients that can be differentiated again, with Rust's formula for the gradient. The arguments and results
+// are those of `by_operator`.
 inline variable_list by_rust(const Op& op, const Kept& kept, const std::vector<IValue>& gradients, uint64_t wanted) {
   // `differentiate` has checked that at least one gradient is defined.
   const auto first = std::find_if(gradients.begin(), gradients.end(), [](const IValue& v) { return !v.isNone(); });
   check_kept(op, kept, first->toTensor());
   const Values arguments = all_shown(kept.arguments), outputs = all_shown(kept.outputs), given = all_shown(gradients);
-  Call call{span(arguments), span(outputs), given.data(), 0, -1};
+  const uint64_t none_wanted = 0;
+  const int32_t no_device = -1;
+  Call call{span(arguments), span(outputs), given.data(), none_wanted, no_device};
   // The bits of `wanted` count the entries of the table, those of `call.wanted` all arguments.
   for (size_t i = 0; i < op.table.size(); ++i) call.wanted |= (wanted >> i & 1) << op.table[i].place;
   at::SmallVector<Tensor*, 20> out(op.n_args, nullptr);
@@ -84,8 +92,8 @@ inline variable_list by_rust(const Op& op, const Kept& kept, const std::vector<I
   return result;
 }
 
-// Returns gradients for op.table's tensors. `tensors` are those that op.saved names; `grads` belong to the outputs
-// with gradients.
+// Returns gradients for op.table's tensors, undefined ones if none is given for the outputs. `plain` are the arguments
+// kept without a version check, `tensors` those that op.saved names, and `grads` belong to the outputs with gradients.
 inline variable_list differentiate(const Op& op, const std::vector<IValue>& plain, const variable_list& tensors,
                                    const variable_list& grads, uint64_t wanted) {
   if (std::none_of(grads.begin(), grads.end(), [](const Tensor& t) { return t.defined(); }))
@@ -102,6 +110,7 @@ inline variable_list differentiate(const Op& op, const std::vector<IValue>& plai
 
 using NodePointer = decltype(torch::autograd::Edge::function);  // a shared_ptr, in later versions an intrusive_ptr
 
+// The autograd node of one call of an operator.
 struct Derivative : torch::autograd::Node {
   explicit Derivative(const Op& op) : op(op) {}
   const Op& op;
@@ -119,6 +128,8 @@ struct Derivative : torch::autograd::Node {
     for (size_t i = 0; i < op.table.size(); ++i) mask |= uint64_t(task_should_compute_output(i)) << i;
     return mask;
   }
+  // Returns the saved tensors, and checks that they have not been written to since. An output is given the node that
+  // computed it.
   variable_list unpack() {
     variable_list all;
     all.reserve(saved.size());
@@ -126,12 +137,13 @@ struct Derivative : torch::autograd::Node {
       all.push_back(op.saved[i].kind == Origin::OUTPUT ? saved[i].unpack(getptr()) : saved[i].unpack());
     return all;
   }
+  // Returns the gradients of op.table's tensors; autograd calls it in the backward pass.
   variable_list apply(variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     return differentiate(op, plain, unpack(), grads, wanted());
   }
 
-  // For compiled autograd: numbers become constants of its graph, tensors its inputs.
+  // Describes the node to compiled autograd: numbers become constants of its graph, tensors its inputs.
   void compiled_args(torch::autograd::CompiledNodeArgs& args) const override {
     args.collect(std::string(op.name));
     args.collect(saved, true);
@@ -141,10 +153,11 @@ struct Derivative : torch::autograd::Node {
       else args.collect(v);
     }
   }
+  // Adds the node's gradients to the graph of compiled autograd.
   variable_list apply_with_saved(const variable_list& grads, torch::autograd::SwapSavedVariables& swap) override {
     using namespace torch::dynamo::autograd;
     // Between `before` and `after`, the saved variables are proxies of the graph's inputs. No gradients are computed
-    // here: the graph gets a call, which it makes whenever it runs.
+    // here: the graph gets a call of `differentiate`, which it makes whenever it runs.
     swap.before(saved);
     std::vector<IValue> packed;
     std::vector<at::TypePtr> types;
@@ -166,13 +179,15 @@ struct Derivative : torch::autograd::Node {
   }
 };
 
+// Creates a node of type T, held by an intrusive pointer in later versions of torch, and by a shared one before.
 template <class T>
 NodePointer make_node(const Op& op) {
   if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, T>) return c10::make_intrusive<T>(op);
   else return NodePointer(new T(op), [](auto* node) { deleteNode(node); });
 }
 
-// Computes the outputs with `below`, and records the node for their gradients.
+// Computes the outputs with `below`, which replaces the arguments on the stack by them, and records a node for their
+// gradients.
 template <class Below>
 void record(const Op& op, const Below& below, Stack* stack) {
   const auto args = torch::jit::last(*stack, op.n_args);
@@ -195,8 +210,8 @@ void record(const Op& op, const Below& below, Stack* stack) {
     if (op.saved[i].kind == Origin::OUTPUT) node.saved[i] = SavedVariable(made[op.saved[i].index].toTensor(), true);
 }
 
-// The kernel of the Autograd key. The formula runs instead of the operator under torch.func, which can transform all of
-// the formula's operations; in forward mode, in which only the formula has derivatives; and if there is no kernel.
+// The kernel of the Autograd key. In three cases the formula runs instead of the operator. torch.func can transform all
+// of the formula's operations. In forward mode only the formula has derivatives. And there may be no kernel.
 inline void autograd(const Op& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto args = torch::jit::last(*stack, op.n_args);
   const bool has_tangent = std::any_of(op.table.begin(), op.table.end(), [&](const Argument& a) {

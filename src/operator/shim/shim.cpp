@@ -21,7 +21,7 @@ void translate_exception_to_python(const std::exception_ptr&);  // in libtorch_p
 #endif
 
 namespace {
-thread_local std::string last_error;
+thread_local std::string last_error;  // the message of this thread's last failed call from Rust
 
 // Runs `work`. If it throws, keeps the message and returns null or false.
 template <class Work>
@@ -44,7 +44,9 @@ bool done(Work work) {
     return true;
   });
 }
+// Moves a tensor to the heap; the receiver owns it.
 Tensor* give(Tensor t) { return new Tensor(std::move(t)); }
+// Returns the tensors of values that are all tensors.
 variable_list tensors(Span<Value> values) {
   variable_list list;
   for (const auto& v : values) list.push_back(*v.tensor);
@@ -61,6 +63,7 @@ struct Boxed : c10::OperatorKernel {
   const Run run;
 };
 
+// Returns true if the operator writes to one of its arguments.
 bool writes(const Op& op) {
   const auto& formal = op.handle->schema().arguments();
   return std::any_of(formal.begin(), formal.end(), [](const c10::Argument& a) {
@@ -78,8 +81,8 @@ void define(torch::Library& m, Op& op) {
     m.impl(op.name, key, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Boxed>(op, run)));
   };
   if (op.is & COMPOSITION) {
-    // Under vmap, torch batches the operations of the formula. Without the second line torch 2.15 would call the
-    // formula once per example.
+    // Under vmap, torch batches the operations of the formula. Without the second of these lines torch 2.15 would call
+    // the formula once per example.
     impl(Key::CompositeImplicitAutograd, boxed<by_formula<DEVICE>>);
     impl(Key::FuncTorchBatched, boxed<by_formula<DEVICE>>);
     return;
@@ -113,6 +116,7 @@ struct Counter final : c10::MemoryReportingInfoBase {
   }
   bool memoryProfilingEnabled() const override { return true; }
 };
+// A counter, which counts as long as this value lives.
 struct Counting {
   std::shared_ptr<Counter> counter = std::make_shared<Counter>();
   c10::DebugInfoGuard guard{c10::DebugInfoKind::PROFILER_STATE, counter};
@@ -121,8 +125,8 @@ struct Counting {
 
 // Replacements of torch-sys's functions, as tch calls them (compat/normformer_rs_torch_sys.h).
 namespace {
-thread_local char* error_of_call = nullptr;
-thread_local bool is_asked_for_free = false;
+thread_local char* error_of_call = nullptr;    // the error of a failed call, which tch has not got yet
+thread_local bool is_asked_for_free = false;  // true if tch's next question is about the freeing of a scalar
 }  // namespace
 extern "C" {
 void torch_sys_ats_free(void* scalar);
@@ -140,7 +144,8 @@ char* get_and_reset_last_err() {
   if (error_of_call) return std::exchange(error_of_call, nullptr);
   return torch_sys_get_and_reset_last_err();
 }
-// Copies numbers of the host to a new CPU tensor.
+// Copies numbers of the host to a new CPU tensor of this shape. `type` is a c10::ScalarType, whose numbers must have
+// `bytes_each` bytes.
 Tensor* at_tensor_of_data(const void* numbers, const int64_t* sizes, size_t dims, size_t bytes_each, int type) {
   try {
     const Plainly plainly;
@@ -189,6 +194,7 @@ bool nfrs_define(Op* op) {
   });
 }
 
+// The address and the length of a tensor's data, for Rust.
 struct Memory {
   const void* data;
   size_t bytes;
@@ -203,12 +209,13 @@ Tensor* nfrs_host(const Tensor* t, int type, Memory* memory) {
     return give(host);
   });
 }
-// Returns false also on an exception.
+// Returns true if the tensor's data lies at its address and is its value; false also on an exception.
 bool nfrs_has_memory(const Tensor* t) {
   return guarded([&]() -> bool { return has_memory(*t); });
 }
 
-// It is noexcept because `run`, a Rust function, never unwinds.
+// Calls `run` with `context` on ranges that together cover 0..n, on torch's threads. It is noexcept because `run`, a
+// Rust function, never unwinds.
 void nfrs_parallel_for(int64_t n, int64_t grain, void (*run)(const void*, int64_t, int64_t),
                        const void* context) noexcept {
   at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) { run(context, begin, end); });
@@ -228,7 +235,7 @@ const void* nfrs_operator(const char* name, int64_t length) {
     return found ? new c10::OperatorHandle(*found) : nullptr;
   });
 }
-// Calls an operator through the dispatcher.
+// Calls an operator through the dispatcher; `outputs` has room for `n_outputs` tensors.
 bool nfrs_call(const void* op, Span<Value> arguments, Tensor** outputs, size_t n_outputs) {
   return done([&] {
     Stack stack;
@@ -254,7 +261,8 @@ void* nfrs_generator(uint64_t seed) {
   return guarded([&] { return new at::Generator(at::detail::createCPUGenerator(seed)); });
 }
 void nfrs_free_generator(void* generator) noexcept { delete static_cast<at::Generator*>(generator); }
-// For normal numbers, `from` is the mean and `to` the standard deviation.
+// Fills a tensor with uniform numbers from `from` to `to`, or with normal ones of mean `from` and standard deviation
+// `to`.
 bool nfrs_draw(void* generator, const Tensor* t, bool is_normal, double from, double to) {
   return done([&] {
     const auto& own = *static_cast<at::Generator*>(generator);
@@ -272,18 +280,19 @@ void* nfrs_above_autograd() noexcept {
   return new c10::impl::ForceDispatchKeyGuard(keys);
 }
 void nfrs_leave_autograd(void* above) noexcept { delete static_cast<c10::impl::ForceDispatchKeyGuard*>(above); }
-// Computes a gradient for each input, null if no root depends on it; with `again` the gradients can be
-// differentiated. Without inputs, adds gradients to the leaves' grad.
-bool nfrs_gradients(Span<Value> roots, Span<Value> gradients, Span<Value> inputs, bool again, Tensor** made) {
+// Computes a gradient for each input, null if no root depends on it; `gradients` are those of the roots. If
+// `create_graph` is true, the results can be differentiated. Without inputs, adds gradients to the leaves' grad.
+bool nfrs_gradients(Span<Value> roots, Span<Value> gradients, Span<Value> inputs, bool create_graph, Tensor** made) {
   return done([&] {
     const auto from = tensors(roots), given = tensors(gradients), to = tensors(inputs);
     if (to.empty()) return torch::autograd::backward(from, given);
-    const bool keeps_graph = again, allows_unused = true;
-    const auto found = torch::autograd::grad(from, to, given, keeps_graph, again, allows_unused);
-    for (size_t i = 0; i < found.size(); ++i) made[i] = found[i].defined() ? give(found[i]) : nullptr;
+    const bool keeps_graph = create_graph, allows_unused = true;
+    const auto computed = torch::autograd::grad(from, to, given, keeps_graph, create_graph, allows_unused);
+    for (size_t i = 0; i < computed.size(); ++i) made[i] = computed[i].defined() ? give(computed[i]) : nullptr;
   });
 }
-// Returns true if the last dimension is a multiple of `multiple_of` (for 0: is 0), even if it is symbolic.
+// Returns true if the size of the last dimension is a multiple of `multiple_of`; for 0, if the size is 0. It may be
+// symbolic.
 bool nfrs_has_columns(const Tensor* x, int64_t multiple_of) {
   return guarded([&]() -> bool {
     const auto columns = x->sym_size(-1);
@@ -291,11 +300,13 @@ bool nfrs_has_columns(const Tensor* x, int64_t multiple_of) {
   });
 }
 
+// Sets `width` to the size of the last dimension.
 bool nfrs_width(const Tensor* x, int64_t* width) {
   return done([&] { *width = x->sym_size(-1).guard_int(__FILE__, __LINE__); });
 }
 
-// Takes ownership of a Rust function, calls it as an autograd node, and appends its outputs.
+// Takes ownership of a Rust function, calls it as an autograd node, and appends its outputs to `outputs`. `saves` is
+// true if the backward pass needs the inputs.
 bool nfrs_function(void* function, bool saves, Span<Value> inputs, void* outputs, Push push) {
   return done([&] {
     auto held = c10::make_intrusive<Held>(function, saves);
@@ -304,9 +315,11 @@ bool nfrs_function(void* function, bool saves, Span<Value> inputs, void* outputs
   });
 }
 
+// Counts this thread's allocations until nfrs_count_end, which gets the returned counter.
 void* nfrs_count_memory() {
   return guarded([]() -> void* { return new Counting; });
 }
+// Returns the largest number of bytes that were allocated at once since nfrs_count_memory.
 int64_t nfrs_counted_peak(const void* counting) noexcept {
   return static_cast<const Counting*>(counting)->counter->peak;
 }
@@ -321,12 +334,14 @@ void* nfrs_event(int device) {
     return event.release();
   });
 }
+// Waits until the device has passed the event.
 bool nfrs_event_wait(const void* event) { return done([&] { static_cast<const c10::Event*>(event)->synchronize(); }); }
 void nfrs_event_free(void* event) noexcept { delete static_cast<c10::Event*>(event); }
 // Returns the number of a stream from torch's pool; never 0, the number of the default stream.
 int64_t nfrs_side_stream(int device) {
   return guarded([&] { return c10::impl::VirtualGuardImpl(at::kCUDA).getStreamFromGlobalPool(cuda(device)).id(); });
 }
+// Makes the stream with this number current until nfrs_stream_leave, which gets the returned guard.
 void* nfrs_stream_enter(int device, int64_t stream) {
   return guarded([&]() -> void* {
     return new c10::StreamGuard(c10::Stream(c10::Stream::UNSAFE, cuda(device), stream));
@@ -334,6 +349,7 @@ void* nfrs_stream_enter(int device, int64_t stream) {
 }
 void nfrs_stream_leave(void* guard) noexcept { delete static_cast<c10::StreamGuard*>(guard); }
 
+// Sets the leaf's grad to `gradient`.
 bool nfrs_set_grad(const Tensor* leaf, const Tensor* gradient) {
   return done([&] { leaf->mutable_grad() = *gradient; });
 }

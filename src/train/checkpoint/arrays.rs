@@ -118,8 +118,9 @@ pub(super) fn write(sink: &mut Sink, arrays: &Arrays) -> Result<()> {
     let mut order: Vec<(&String, &Array)> = arrays.iter().collect();
     // `Dtype` is ordered by the width of elements.
     order.sort_by_key(|(_, array)| std::cmp::Reverse(array.dtype));
-    // `end` is where the arrays so far end in the data.
+    // The number of bytes of the arrays so far, which is where the next array begins.
     let mut end = 0;
+    // For each array, its name and its entry in the header.
     let infos = order.iter().map(|(name, array)| {
         let start = end;
         end += array.data.len();
@@ -146,7 +147,7 @@ pub(super) fn write(sink: &mut Sink, arrays: &Arrays) -> Result<()> {
 pub(super) fn read(path: &Path, expected: Digest) -> Result<Arrays> {
     let mut file = CheckedFile::open(path, expected)?;
     let bad = |why: String| damaged(path, why);
-    // The file begins with the header's length in 8 bytes; `rest` counts the bytes behind these.
+    // The file has the header's length in 8 bytes, the header, and the arrays. `rest` counts the bytes behind the 8.
     let rest = expected.bytes.checked_sub(8).ok_or_else(|| bad(format!("{} bytes hold no header", expected.bytes)))?;
     let mut length = [0; 8];
     length.copy_from_slice(&file.take(8)?);

@@ -9,8 +9,8 @@ use super::{directory, load_model, Array, Arrays, Checkpoint, Dtype, Manifest};
 use crate::config::{differences, TransformerConfig};
 use crate::error::{Error, Result};
 
-/// Returns a model's options. Options that did not exist when its file was written get their defaults. Options that
-/// this version cannot read are returned as they are.
+/// Returns the model's options from a checkpoint's `config`. Options that did not exist when it was written get their
+/// defaults. If this version cannot read the options, returns them as they are.
 fn options_of(config: &Value) -> Value {
     let read = serde_json::from_value::<TransformerConfig>(config["model"].clone());
     read.map_or_else(|_| config["model"].clone(), |model| serde_json::json!(model))
@@ -84,7 +84,8 @@ fn count_floats(array: &Array) -> usize {
     }
 }
 
-/// Adds a model's arrays of floating-point numbers to the sums, which have the order of `model`.
+/// Adds a model's arrays of floating-point numbers to the sums, which have one entry for each array, in the order of
+/// `model`.
 fn add_arrays(sums: &mut [Vec<f64>], model: &Arrays) -> Result<()> {
     // `N` is the number of bytes of an element, and `number` converts these bytes.
     fn add<const N: usize>(sums: &mut [f64], data: &[u8], number: impl Fn([u8; N]) -> f64) {
@@ -104,7 +105,8 @@ fn add_arrays(sums: &mut [Vec<f64>], model: &Arrays) -> Result<()> {
     Ok(())
 }
 
-/// Writes each sum divided by `n` into an array's data; `to_bytes` rounds to the array's type.
+/// Writes each sum divided by `n` into an array's data. `N` is the number of bytes of an element, and `to_bytes` rounds
+/// to the array's type.
 fn write_means<const N: usize>(data: &mut [u8], sums: &[f64], n: f64, to_bytes: impl Fn(f64) -> [u8; N]) {
     data.as_chunks_mut().0.iter_mut().zip(sums).for_each(|(target, sum)| *target = to_bytes(sum / n));
 }

@@ -76,6 +76,7 @@ impl CheckpointStore {
     /// Earlier checkpoints are unchanged. Nothing is left of the new checkpoint, or all of it if only the last flush or
     /// a link has failed.
     pub fn save(&self, update: u64, checkpoint: &Checkpoint, best: Best) -> Result<String> {
+        // For tests that inject failures: a new operation begins here.
         fault::begin();
         let savings = self.savings()?;
         let name = self.free_name(update)?;
@@ -115,8 +116,8 @@ impl CheckpointStore {
                 let fits = |(saved_update, saved_number): &Key| {
                     *saved_update == update && (saving == 0 || *saved_number == saving)
                 };
-                let found = self.entries()?.into_iter().rfind(|(key, _)| fits(key));
-                let (_, folder) = found.ok_or_else(|| self.missing(what))?;
+                let newest = self.entries()?.into_iter().rfind(|(key, _)| fits(key));
+                let (_, folder) = newest.ok_or_else(|| self.missing(what))?;
                 directory(&folder)
             }
         }
@@ -138,7 +139,7 @@ impl CheckpointStore {
     pub fn named(&self, name: &str) -> Option<PathBuf> {
         loop {
             let savings = self.savings().ok()?;
-            // `NAMES` is best, then last.
+            // `NAMES[0]` is `best`.
             let key = if name == NAMES[0] { self.best(&savings) } else { self.newest_of(&savings) };
             let copy = self.folder.join(name);
             // A program that copied the run's folder may have copied a checkpoint in place of a link. If the
@@ -192,8 +193,10 @@ impl CheckpointStore {
         Ok(self.entries()?.into_iter().rev().filter(is_before).map(|(_, path)| path))
     }
 
-    /// Returns the folder and the options of the checkpoint `from`, by default of the newest one that can be read.
+    /// Returns the folder and the options of the checkpoint `from`, by default of the newest one that can be read;
+    /// `None` if there is none.
     pub fn options(&self, from: Option<&str>) -> Result<Option<(PathBuf, Value)>> {
+        // Returns `None` for a checkpoint whose state or options cannot be read.
         let read = |path: PathBuf| Some((path.clone(), Manifest::read(&path).and_then(|m| m.config(&path)).ok()?));
         Ok(match from {
             Some(from) => self.resolve(from).ok().and_then(read),
@@ -207,20 +210,21 @@ impl CheckpointStore {
         if Path::new(what).components().count() != 1 {
             return Err(self.missing(what));
         }
-        let path = self.resolve(what)?;
-        let own = self.entries()?.into_values().find(|own| fs::canonicalize(own).is_ok_and(|own| own == path));
-        let path = own.ok_or_else(|| self.missing(what))?;
+        let real_path = self.resolve(what)?;
+        let leads_there = |path: &PathBuf| fs::canonicalize(path).is_ok_and(|real| real == real_path);
+        // A checkpoint of another run is refused.
+        let path = self.entries()?.into_values().find(leads_there).ok_or_else(|| self.missing(what))?;
         Ok(ResumePoint { checkpoint: load(&path)?, best: best_of(&path), path, passed: Vec::new() })
     }
 
-    /// Returns the saved updates, ascending.
+    /// Returns the updates of which checkpoints exist, ascending.
     pub fn list(&self) -> Result<Vec<u64>> {
         let updates: BTreeSet<u64> = self.entries()?.into_keys().map(|(update, _)| update).collect();
         Ok(updates.into_iter().collect())
     }
 
-    /// Returns the latest save of each of the `k` newest updates, newest first. Skips updates after that of the last
-    /// checkpoint (see [`prune`](Self::prune)).
+    /// Returns the folder of the latest save of each of the `k` newest updates, newest first. Skips checkpoints with a
+    /// higher update than the last one, which exist if the run went back to an earlier one.
     pub fn recent(&self, k: usize) -> Result<Vec<PathBuf>> {
         let last = self.last();
         let up_to_last = self.entries()?.into_iter().filter(|(key, _)| *key <= last);
@@ -232,6 +236,7 @@ impl CheckpointStore {
     /// Removes checkpoints, except the `keep_last` newest ones, the best and the last. Checkpoints with a higher
     /// update than the last one exist if the run went back to an earlier one. They are neither counted nor removed.
     pub fn prune(&self, keep_last: usize) -> Result<()> {
+        // For tests that inject failures: a new operation begins here.
         fault::begin();
         let (last, best) = (self.last(), self.best(&self.savings()?));
         let recent = self.recent(keep_last)?;
@@ -243,8 +248,9 @@ impl CheckpointStore {
         Ok(())
     }
 
-    /// Removes a checkpoint that is neither the best nor the last.
+    /// Removes a checkpoint, which must be neither the best nor the last. Does nothing if no run wrote it.
     pub fn discard(&self, path: &Path) -> Result<()> {
+        // For tests that inject failures: a new operation begins here.
         fault::begin();
         match is_runs(path) {
             true => atomic::remove_directory(path),
@@ -274,7 +280,8 @@ impl CheckpointStore {
         }
     }
 
-    /// Returns the key of the last checkpoint, or the largest possible key if no checkpoint records a save.
+    /// Returns the key of the checkpoint that was saved last. If no checkpoint records a save, returns the largest
+    /// possible key, so that no checkpoint counts as newer.
     fn last(&self) -> Key {
         let newest = self.savings().ok().and_then(|savings| self.newest_of(&savings));
         newest.unwrap_or((u64::MAX, u32::MAX))
@@ -300,16 +307,17 @@ impl CheckpointStore {
         Manifest::read(&path).is_ok_and(|manifest| manifest.has_weights(&path))
     }
 
-    /// Returns the checkpoint of which the folder `copy` is a copy. The two are equal if their states are, because
-    /// the state has the lengths and checksums of all other files.
+    /// Returns the key of the checkpoint of which the folder `copy` is a copy; `None` if it is no copy. The two are
+    /// equal if their states are, because the state has the lengths and checksums of all other files.
     fn twin(&self, copy: &Path) -> Option<Key> {
         let state = |folder: &Path| atomic::read(&folder.join(STATE), STATE_BYTES).ok().flatten();
-        let own = is_runs(copy).then(|| state(copy)).flatten()?;
-        self.entries().ok()?.into_iter().find(|(_, path)| state(path).as_ref() == Some(&own)).map(|(key, _)| key)
+        let copied_state = is_runs(copy).then(|| state(copy)).flatten()?;
+        let mut entries = self.entries().ok()?.into_iter();
+        entries.find(|(_, path)| state(path).as_ref() == Some(&copied_state)).map(|(key, _)| key)
     }
 
-    /// Frees the name of a link if a copy of a checkpoint has this name. Removes the copy if the checkpoint itself can
-    /// be read; otherwise the copy gets the checkpoint's name.
+    /// Frees the name of a link, `best` or `last`, that the folder `copy` has instead: a copy of a checkpoint. Removes
+    /// the copy if the checkpoint itself can be read; otherwise gives the copy the checkpoint's name.
     fn move_copy(&self, copy: &Path) -> Result<()> {
         let rename = |from: &Path, to: &str| atomic::act("rename", from, || fs::rename(from, self.folder.join(to)));
         let update = Manifest::read(copy)?.update;
@@ -320,6 +328,7 @@ impl CheckpointStore {
                 rename(&self.folder.join(name_of(key)), &self.free_name(update)?)?;
                 rename(copy, &name_of(key))
             }
+            // The folder is the only one with this checkpoint.
             None => rename(copy, &self.free_name(update)?),
         }
     }
@@ -342,14 +351,14 @@ impl CheckpointStore {
             return Ok(());
         }
         for path in NAMES.map(|name| self.folder.join(name)) {
-            let found = path.symlink_metadata();
-            if found.is_ok() && !is_runs(&path) {
+            let metadata = path.symlink_metadata();
+            if metadata.is_ok() && !is_runs(&path) {
                 return Err(Error::invalid(format!(
                     "{} is neither a run's link nor a checkpoint: move it away",
                     path.display()
                 )));
             }
-            if found.is_ok_and(|found| found.is_dir()) {
+            if metadata.is_ok_and(|metadata| metadata.is_dir()) {
                 self.move_copy(&path)?;
             }
         }
@@ -374,20 +383,20 @@ impl CheckpointStore {
         Ok(self.entries()?.into_iter().filter_map(saving).collect())
     }
 
-    /// Returns the folders whose names are those of checkpoints.
+    /// Returns the folders that have the name of a checkpoint, in the order of their updates.
     fn entries(&self) -> Result<BTreeMap<Key, PathBuf>> {
         let entries = match fs::read_dir(&self.folder) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
             read => read.map_err(|e| Error::io("read", &self.folder, e))?,
         };
-        let mut found = BTreeMap::new();
+        let mut checkpoints = BTreeMap::new();
         for entry in entries {
             let entry = entry.map_err(|e| Error::io("read", &self.folder, e))?;
             if let Some(key) = entry.file_name().to_str().and_then(update_of) {
-                found.insert(key, entry.path());
+                checkpoints.insert(key, entry.path());
             }
         }
-        Ok(found)
+        Ok(checkpoints)
     }
 
     /// Adds a note on the earlier checkpoints to the error of a failed write.
@@ -402,10 +411,10 @@ impl CheckpointStore {
 
     /// Returns the error for a checkpoint `what` that does not exist. The message lists those that do.
     fn missing(&self, what: &str) -> Error {
-        let mut has: Vec<String> = self.entries().unwrap_or_default().into_keys().map(name_of).collect();
-        has.extend(NAMES.iter().filter(|name| self.named(name).is_some()).map(|name| name.to_string()));
-        let has = if has.is_empty() { "no checkpoint".into() } else { has.join(", ") };
-        Error::invalid(format!("there is no checkpoint {what:?}; {} has {has}", self.folder.display()))
+        let mut names: Vec<String> = self.entries().unwrap_or_default().into_keys().map(name_of).collect();
+        names.extend(NAMES.iter().filter(|name| self.named(name).is_some()).map(|name| name.to_string()));
+        let names = if names.is_empty() { "no checkpoint".into() } else { names.join(", ") };
+        Error::invalid(format!("there is no checkpoint {what:?}; {} has {names}", self.folder.display()))
     }
 }
 

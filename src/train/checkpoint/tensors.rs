@@ -17,8 +17,8 @@ const KINDS: [(Kind, Dtype); 5] = [
     (Kind::Int64, Dtype::I64),
 ];
 
-/// Returns a tensor's data as an array. For a tensor on the host, the array shares its memory. So the array must be
-/// dropped before the tensor changes.
+/// Returns a tensor's data as an array. The array shares the memory of a tensor on the host, so it must be dropped
+/// before the tensor changes.
 pub fn to_array(t: &Tensor) -> Result<Array> {
     let data = Bytes::Held(Held::new("a checkpoint's tensor", t)?);
     let dtype = KINDS.iter().find(|(kind, _)| *kind == t.kind()).map(|(_, dtype)| *dtype);
@@ -39,7 +39,7 @@ pub fn to_arrays(parameters: &Parameters) -> Result<BTreeMap<String, Array>> {
     parameters.iter().chain(parameters.buffers()).map(|(name, t)| Ok((name.to_string(), to_array(t)?))).collect()
 }
 
-/// Returns the tensors of a checkpoint's model, for [`crate::model::Transformer::with_parameters`].
+/// Returns a checkpoint's arrays as tensors on this device, for [`crate::model::Transformer::with_parameters`].
 pub fn load_parameters(arrays: &BTreeMap<String, Array>, device: Device) -> Result<BTreeMap<String, Tensor>> {
     arrays.iter().map(|(name, array)| Ok((name.clone(), to_tensor(array, device)?))).collect()
 }

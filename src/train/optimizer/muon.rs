@@ -38,14 +38,15 @@ impl Muon {
         }
     }
 
-    /// Returns matrices with the same singular vectors, and singular values near 1. First divides each matrix by its
-    /// number in `norms`, (matrices, 1, 1), so that its singular values are at most 1.
+    /// Returns, for each of the `matrices` (matrices, rows, columns), one with the same singular vectors, and singular
+    /// values near 1. First divides each by its number in `norms`, (matrices, 1, 1), so that its singular values are at
+    /// most 1.
     pub fn iterate(&self, matrices: &Tensor, norms: &Tensor) -> Result<Tensor> {
         let kind = if self.in_bf16 { Kind::BFloat16 } else { matrices.kind() };
         Ok(newton_schulz(&matrices.f_div(norms)?.f_to_kind(kind)?)?.f_to_kind(matrices.kind())?)
     }
 
-    /// Returns the factor by which an orthogonalised matrix of this size is multiplied.
+    /// Returns the factor by which an orthogonalised matrix of this size, [rows, columns], is multiplied.
     pub fn scale_of(&self, size: &[i64]) -> f64 {
         let (rows, columns) = (size[0] as f64, size[1] as f64);
         match self.scale {
@@ -77,6 +78,7 @@ impl Rule for Muon {
         }
     }
 
+    /// Muon's directions are orthogonalised.
     fn is_orthogonal(&self) -> bool {
         true
     }
@@ -99,12 +101,13 @@ impl Rule for Muon {
         }
     }
 
+    /// True if the options ask that each matrix keeps its Frobenius norm.
     fn keeps_norm(&self) -> bool {
         self.on_sphere
     }
 }
 
-/// Returns the Frobenius norm of each matrix, (matrices, 1, 1).
+/// Returns the Frobenius norm of each of the `matrices` (matrices, rows, columns), as (matrices, 1, 1).
 pub fn norms(matrices: &Tensor) -> Result<Tensor> {
     Ok(matrices.f_norm_scalaropt_dim(2.0, [1i64, 2].as_slice(), true)?)
 }
@@ -118,7 +121,7 @@ fn newton_schulz(matrices: &Tensor) -> Result<Tensor> {
     let mut x = if is_tall { matrices.f_mt()? } else { matrices.shallow_clone() };
     let [a, b, c] = QUINTIC;
     for _ in 0..STEPS {
-        // `u.f_baddbmm(v, w, β, α)` is β·u + α·vw.
+        // `gram` is A and `polynomial` bA + cA². In tch, `u.f_baddbmm(v, w, β, α)` is β·u + α·vw.
         let gram = x.f_bmm(&x.f_mt()?)?;
         let polynomial = gram.f_baddbmm(&gram, &gram, b, c)?;
         x = x.f_baddbmm(&polynomial, &x, a, 1.0)?;

@@ -34,14 +34,17 @@ impl Rule for NorMuon {
         self.muon.state(size).into_iter().chain([rows]).collect()
     }
 
+    /// NorMuon updates the parameters that Muon does.
     fn takes(&self, part: Part, size: &[i64]) -> bool {
         self.muon.takes(part, size)
     }
 
+    /// Updates the momentum, and returns Muon's direction d.
     fn direction(&self, gradient: &Tensor, state: &mut [Tensor]) -> Result<Tensor> {
         self.muon.direction(gradient, state)
     }
 
+    /// NorMuon's directions are orthogonalised, as Muon's are.
     fn is_orthogonal(&self) -> bool {
         true
     }

@@ -10,7 +10,7 @@ use tch::{no_grad, Kind, Tensor};
 pub struct QkClip {
     /// τ, the largest logit that stays as it is.
     limit: f64,
-    /// The largest logit of each head since the last update, (attentions, heads).
+    /// The largest logit of each head since the last update, (attentions, heads); −∞ before the first logit.
     largest: Tensor,
     attentions: Vec<AttentionHeads>,
 }
@@ -55,9 +55,10 @@ impl QkClip {
     pub fn apply(&self, is_alive: Option<&Tensor>) -> Result<()> {
         no_grad(|| {
             for (row, heads) in self.attentions.iter().enumerate() {
-                // Each row of `logits` has the heads that share one head of keys.
+                // Each row of `logits` has the heads of queries that share one head of keys.
                 let logits = self.largest.f_select(0, row as i64)?.f_view([heads.kv_heads, -1].as_slice())?;
                 let group_largest = logits.f_amax([-1i64].as_slice(), false)?;
+                // √(τ/S) for each head of keys.
                 let root = group_largest.f_full_like(self.limit)?.f_div(&group_largest)?.f_sqrt()?;
                 // Neither NaN nor −∞, which stands for no logits, exceeds the limit, so the factor is then 1.
                 let exceeds = group_largest.f_gt(self.limit)?;
@@ -119,10 +120,10 @@ mod tests {
 
     #[test]
     fn logits_that_are_none_and_updates_that_are_not_finite_change_nothing() {
-        for (of, is_alive) in
+        for (largest, is_alive) in
             [([f64::NAN; 2], None), ([f64::NEG_INFINITY; 2], None), ([0.0, LIMIT], None), ([9.0; 2], Some(false))]
         {
-            assert_eq!(factors(of, is_alive), vec![1.0; 16], "{of:?}");
+            assert_eq!(factors(largest, is_alive), vec![1.0; 16], "{largest:?}");
         }
     }
 

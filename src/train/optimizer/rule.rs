@@ -70,8 +70,8 @@ pub fn mix(average: &mut Tensor, value: &Tensor, weight: f64) -> Result<()> {
     Ok(())
 }
 
-/// Applies one step to the parameter `p`, or to some of its rows. `direction` is already orthogonalised; `keep` is the
-/// factor 1 − ηλ of p.
+/// Applies one step to the parameter `p`, or to some of its rows. `direction` is already orthogonalised; `lr` is the
+/// learning rate η, and `keep` the factor 1 − ηλ of p.
 pub fn apply(
     rule: &dyn Rule,
     p: &mut Tensor,
@@ -85,6 +85,7 @@ pub fn apply(
     let _ = p.f_mul_scalar_(keep)?.f_sub_(&step.f_mul_scalar(lr)?)?;
     if let Some(norm) = norm {
         // The factor is 1 if the matrix was zero before the step or is zero now: then no factor restores the norm.
+        // `f_nan_to_num` replaces NaN, ∞ and −∞, which a division by 0 gives, by 1.
         let ratio = norm.f_div(&p.f_norm()?)?.f_nan_to_num(1.0, 1.0, 1.0)?;
         let ratio = ratio.f_where_self(&norm.f_gt(0.0)?, &norm.f_ones_like()?)?;
         let _ = p.f_mul_(&ratio)?;
@@ -92,8 +93,8 @@ pub fn apply(
     Ok(())
 }
 
-/// Returns zeros for the state of a parameter. The first tensor, an average of gradients, has type `kind`; the others
-/// have the parameter's type.
+/// Returns the rule's initial state for the parameter `p`: zeros. The first tensor, an average of gradients, has type
+/// `kind`; the others have the parameter's type.
 pub fn zeros(rule: &dyn Rule, p: &Tensor, kind: Kind) -> Result<Vec<Tensor>> {
     let size = p.size();
     let zeros = |(i, (_, state_size)): (usize, (_, Vec<i64>))| {

@@ -26,7 +26,8 @@ struct RuledParameter {
     value: Tensor,
     gradient: Tensor,
     state: Vec<Tensor>,
-    /// The rows of each matrix in the parameter. If it holds queries, keys and values, these are three matrices.
+    /// The rows of each matrix in the parameter. The projections of queries, keys and values are three matrices in one
+    /// parameter.
     blocks: Vec<Range<i64>>,
     multipliers: Multipliers,
 }
@@ -46,7 +47,7 @@ impl Ruled {
     }
 
     /// Adds a parameter; `value` and `gradient` are views of the flat buffers. `moments` is the type of the average of
-    /// its gradients.
+    /// its gradients, and `d_model` the model's width.
     pub fn add(
         &mut self,
         name: &str,
@@ -92,6 +93,7 @@ impl Ruled {
         }
         let mut directions = directions.into_iter();
         for parameter in &mut self.parameters {
+            // `keep` is the factor of the parameter's old value; weight decay makes it less than 1.
             let rate = lr * self.lr_multiplier * parameter.multipliers.lr;
             let keep = 1.0 - rate * weight_decay * parameter.multipliers.weight_decay;
             for (block, direction) in parameter.blocks.iter().zip(&mut directions) {
@@ -125,7 +127,7 @@ fn rows(t: &Tensor, block: &Range<i64>) -> Result<Tensor> {
     Ok(t.f_narrow(0, block.start, block.end - block.start)?)
 }
 
-/// Returns the rows of each matrix in a parameter of this name and size. `in_proj_weight` has the rows of queries
+/// Returns the rows of each matrix in a parameter of this name and size. `in_proj_weight` has `d_model` rows of queries
 /// first, then equally many of keys and of values.
 fn blocks(name: &str, size: &[i64], d_model: i64) -> Vec<Range<i64>> {
     let rows = size.first().copied().unwrap_or(1);
@@ -140,6 +142,7 @@ fn blocks(name: &str, size: &[i64], d_model: i64) -> Vec<Range<i64>> {
 /// has zeros for the others, so a sum over ranks gives all of them.
 fn orthogonalised(rule: &dyn Rule, directions: &[Tensor], group: ProcessGroup) -> Result<Vec<Tensor>> {
     let sizes: Vec<_> = directions.iter().map(Tensor::size).collect();
+    // The indices of the directions that this rank computes.
     let own_indices = (group.rank()..directions.len()).step_by(group.size());
     let mut results: Vec<Option<Tensor>> = directions.iter().map(|_| None).collect();
     for batch in batches(own_indices, &sizes) {
@@ -150,14 +153,15 @@ fn orthogonalised(rule: &dyn Rule, directions: &[Tensor], group: ProcessGroup) -
     if group.size() == 1 {
         return Ok(results.into_iter().flatten().collect());
     }
+    // A direction that another rank computes is zeros here.
     let flattened = |(result, direction): (Option<Tensor>, &Tensor)| {
         Ok(result.map_or_else(|| direction.f_zeros_like(), Ok)?.f_reshape([-1i64].as_slice())?)
     };
-    let own = results.into_iter().zip(directions).map(flattened).collect::<Result<Vec<Tensor>>>()?;
-    let mut all = Tensor::f_cat(&own, 0)?;
-    group.sum_in_place(&mut all)?;
+    let own_results = results.into_iter().zip(directions).map(flattened).collect::<Result<Vec<Tensor>>>()?;
+    let mut all_results = Tensor::f_cat(&own_results, 0)?;
+    group.sum_in_place(&mut all_results)?;
     let lengths: Vec<i64> = directions.iter().map(|direction| direction.numel() as i64).collect();
-    let parts = all.f_split_with_sizes(lengths.as_slice(), 0)?;
+    let parts = all_results.f_split_with_sizes(lengths.as_slice(), 0)?;
     parts.iter().zip(&sizes).map(|(part, size)| Ok(part.f_view(size.as_slice())?)).collect()
 }
 

@@ -39,8 +39,8 @@ impl UnitMatrices {
         })
     }
 
-    /// Replaces each matrix by `changed(matrix, lengths of its vectors)`. The lengths have size 1 in the summed
-    /// dimension, so that they broadcast over the matrix.
+    /// Replaces each matrix by `changed(matrix, lengths of its vectors)`. The lengths have size 1 in the dimension
+    /// along which the vectors lie, so that they broadcast over the matrix.
     fn each(&self, changed: impl Fn(&Tensor, &Tensor) -> Result<Tensor>) -> Result<()> {
         no_grad(|| {
             self.0.iter().try_for_each(|(m, dimension)| {
@@ -53,8 +53,9 @@ impl UnitMatrices {
 }
 
 /// Returns the dimension along which the vectors of d_model numbers lie: 1 if they are rows, 0 if they are columns.
-/// Returns `None` for parameters that are no such matrix, for tables of positions, and for value embeddings and their
-/// gates: rows of value embeddings are attention's values, not vectors of the residual stream.
+/// `dimensions` is the parameter's number of dimensions. Returns `None` for parameters that are no such matrix, for
+/// tables of positions, and for value embeddings and their gates: rows of value embeddings are attention's values, not
+/// vectors of the residual stream.
 pub fn dimension(name: &str, part: Part, dimensions: usize) -> Option<i64> {
     let is_of_positions = part.role == ParameterRole::Embedding && name.contains("position");
     let is_of_values = name.contains(".value_embedding.") || name.contains(".value_gate.");

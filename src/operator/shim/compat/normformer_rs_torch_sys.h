@@ -23,6 +23,7 @@ struct Raised {
 // may have ended by then.
 inline thread_local Raised* raised = nullptr;
 
+// Frees this thread's last Python exception, if there is one.
 inline void forget_raised() { delete std::exchange(raised, nullptr); }
 
 // Keeps the exception being handled if it is Python's; `text` is the error text that replaces it.
@@ -65,6 +66,7 @@ inline void rethrow_as(const char* text) {
 // ---- functions that newer versions of torch lack: nothing here calls them, and a call throws ----
 
 namespace normformer_rs {
+// Throws, in place of the function `name`, which this version of torch lacks.
 [[noreturn]] inline void dropped(const char* name) {
   throw std::runtime_error(std::string("this version of torch has no ") + name);
 }
