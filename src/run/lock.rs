@@ -68,6 +68,11 @@ impl Lock {
             // The previous owner may have removed the file between our open and our lock. Then the name belongs to
             // another file or to none.
             if !is_named(&file, &path) {
+                if tries == TRIES {
+                    let reason = io::Error::other("its name leads to another file each time it is opened");
+                    return Err(Error::io("lock", &path, reason));
+                }
+                tries += 1;
                 continue;
             }
             let mut head = Vec::new();

@@ -406,6 +406,17 @@ def test_a_folder_runs_no_code_unless_it_is_trusted(forged, tmp_path):
     assert (tmp_path / "ran").exists()
 
 
+def test_auto_classes_take_either_consent(tmp_path):
+    (tmp_path / "mine.py").write_text(CODE.replace("of-a-swap", "of-an-auto-class"))
+    model, folder = build("GPT2"), tmp_path / "model"
+    swap_norms(model, f"{tmp_path / 'mine.py'}:Mine")
+    move(model).save_pretrained(folder)
+    with pytest.raises(InputError, match="no code of a file runs without consent"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for consent in ("trust", "trust_remote_code"):
+        same("GPT2", model, transformers.AutoModelForCausalLM.from_pretrained(folder, **{consent: True}))
+
+
 # One configuration object for several models.
 
 

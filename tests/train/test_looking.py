@@ -1,5 +1,6 @@
 """Looking at runs: pictures, tables in notebooks, callbacks."""
 
+import dataclasses
 import json
 import os
 import re
@@ -239,9 +240,10 @@ def test_runs_are_overlaid_and_named_at_their_ends(tmp_path):
 
 
 def test_more_runs_than_colours_are_all_drawn(tmp_path):
-    run = written(tmp_path / "run")
+    run = nfrs.History.read(written(tmp_path / "run"))
     names = [f"run {i}" for i in range(len(curves.COLOURS) + 2)]
-    loss, *_ = curves._figure([nfrs.History.read(run)] * len(names), names).axes
+    runs = [dataclasses.replace(run, grad_norm=run.grad_norm * (1 + i)) for i in range(len(names))]
+    loss, *_ = curves._figure(runs, names).axes
     assert len(loss.lines) == 2 * len(names)
 
 

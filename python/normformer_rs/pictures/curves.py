@@ -236,7 +236,7 @@ def _lines(axis: Any, runs: "Sequence[History]", names: Sequence[str], values: S
     ends = []
     for indices in runs_by_values.values():
         first = indices[0]
-        colour = COLOURS[first] if len(indices) == 1 else _LINE  # a shared line has no run's colour
+        colour = COLOURS[first % len(COLOURS)] if len(indices) == 1 else _LINE  # a shared line has no run's colour
         axis.plot(runs[first].update, values[first], color=colour, linewidth=1.1, alpha=0.85)
         several = "all" if len(indices) == len(runs) else f"{len(indices)} runs"
         ends.append((_last(values[first]), names[first] if len(indices) == 1 else several, colour))

@@ -184,11 +184,13 @@ def _loader(auto: Any, stock: Any) -> Any:
 
     class Loader:
         @classmethod
-        def from_pretrained(cls, folder: Any, *_: Any, trust_remote_code: Any = None, **options: Any) -> Any:
+        def from_pretrained(
+            cls, folder: Any, *_: Any, trust_remote_code: Any = None, trust: bool = False, **options: Any
+        ) -> Any:
             """Loads the swapped model in a folder with `load_swapped`."""
             for name in ("_from_auto", "adapter_kwargs"):  # Auto classes add these to the caller's options
                 options.pop(name, None)
-            return LOAD[0](folder, auto, trust=bool(trust_remote_code), **options)
+            return LOAD[0](folder, auto, trust=trust or bool(trust_remote_code), **options)
 
         @classmethod
         def _from_config(cls, config: Any, **options: Any) -> Any:
