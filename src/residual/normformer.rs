@@ -25,7 +25,7 @@ option_spec! {
 
 pub static NORMFORMER: Scheme = Scheme {
     name: "normformer",
-    equation: "prenorm; Concat(γ_h head_h)W^O; N(attention); W₂N(σ(W₁N(x)+b₁))+b₂; λ⊙x on the feed-forward's residual",
+    equation: "prenorm; Concat(γ_h head_h)W^O; N(attention); W₂N(σ(W₁N(x)+b₁))+b₂; optionally λ⊙x in the feed-forward's residual",
     source: "Shleifer et al. 2021",
     options: &[&HEAD_SCALE, &ATTENTION_NORM, &FFN_NORM, &RESIDUAL_SCALE, &MODE],
     around,

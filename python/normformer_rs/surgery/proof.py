@@ -149,10 +149,12 @@ def observe(
     shifts: Mapping[nn.Parameter, Tensor] = NO_SHIFTS,
     beside: Sequence[nn.Module] = (),
     is_double: bool = False,
+    leaves_large: bool = False,
 ) -> Observed:
     """Returns the outputs and gradients of one run. The random state is the same for each run. The rate of dropout is
     0, since the fused step draws other masks than torch. `shifts`: numbers that are added to parameters in this run.
-    `beside`: other models whose modules the run uses. With `is_double`, parameters and buffers are f64 in this run."""
+    `beside`: other models whose modules the run uses. With `is_double`, parameters and buffers are f64 in this run. With
+    `leaves_large`, gradients of parameters of more than _MANY numbers are not computed."""
     outputs: list[Tensor] = []
     gradients: Gradients = {}
     with contextlib.ExitStack() as around:
@@ -163,7 +165,7 @@ def observe(
             if is_double:
                 _double_buffers(one)
         around.enter_context(torch.enable_grad())
-        around.enter_context(_tapped((model, *beside), groups, gradients, shifts, is_double))
+        around.enter_context(_tapped((model, *beside), groups, gradients, shifts, is_double, leaves_large))
         try:
             outputs = [t for t in tensors_in(_plain(run())) if t.is_floating_point()]
             followed = [t for t in outputs if t.requires_grad]
@@ -248,10 +250,11 @@ def _tapped(
     table: Gradients,
     shifts: Mapping[nn.Parameter, Tensor],
     is_double: bool,
+    leaves_large: bool,
 ) -> Iterator[None]:
     """Collects gradients in the table inside a `with` block: those of all parameters and of each first block's input.
     Reentrant checkpoints need that input to require a gradient. `shifts`: numbers that are added to parameters;
-    `is_double`: parameters are f64."""
+    `is_double`: parameters are f64; `leaves_large`: parameters of more than _MANY numbers get no gradient."""
     first: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # block → (its input, the copy that replaces it)
 
     def enter(block: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -276,7 +279,8 @@ def _tapped(
         value = p.detach().double() if is_double else p.detach()
         value = value + shifts[p] if p in shifts else value
         tap = functools.partial(_accumulate, table, p)
-        taps[p] = _Tap.apply(value.requires_grad_(), tap) if p.requires_grad else value
+        has_gradient = p.requires_grad and not (leaves_large and p.numel() > _MANY)
+        taps[p] = _Tap.apply(value.requires_grad_(), tap) if has_gradient else value
     hooks = [g.blocks[0].register_forward_pre_hook(enter, with_kwargs=True) for g in groups]
     try:
         for module, name, p in own:

@@ -151,8 +151,12 @@ def _swap(
     plans = [(group, place) for group, place in all_plans if not _has(group, place)]
     runs = stacks.run is not None and plans and not any(p.is_meta for p in model.parameters())
     look = functools.partial(observe, model, stacks.run, [group for group, _ in plans])
+    has_second_proof = all(_is_provable(group) for group, _ in plans)
+    # The first proof, of the blocks' own scheme, then leaves the gradients of large matrices to the second, which
+    # compares all.
+    roughly = functools.partial(look, leaves_large=has_second_proof)
     # the model's results before the swap, with which the proof and `_try` compare later ones
-    seen = in_both_modes(look) if runs else {}
+    seen = in_both_modes(roughly) if runs else {}
     if seen and not any(run.outputs or run.error is not None for run in seen.values()):
         raise InputError(
             f"{type(model).__name__}'s call on example returned no floating-point tensor, and a swap is proven by what "
@@ -160,7 +164,7 @@ def _swap(
         )
     for group, place in plans:
         refuse_mixed(group, place, to)
-    plans = _proven(model, stacks, plans, look, seen)
+    plans = _proven(model, stacks, plans, roughly, seen)
     for group, place in plans:
         refuse(group, place, to)
         refuse_roles(group, init)
@@ -171,7 +175,7 @@ def _swap(
             f"{edits.title} would draw first values for linear layers of {type(model).__name__} that look trained "
             f'({learned}): give init=None to keep their weights, or init="scheme" to draw them'
         )
-    base = copied(model) if seen and all(_is_provable(group) for group, _ in plans) else None
+    base = copied(model) if seen and has_second_proof else None
     # the model changes only from here on
     title, before = edits.title, dict(model.named_parameters())
     rows, existing = [], {*model.modules(), *before.values()}  # `existing`: modules and parameters before the swap
