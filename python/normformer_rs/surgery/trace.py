@@ -207,7 +207,7 @@ class Trace(TorchFunctionMode):
     ) -> tuple[Owner, Tensor, Tensor, bool, bool] | None:
         """Returns the arguments of `_matrix` for a product with a matrix: (matrix, its input with columns last, the
         output, whether the output's columns are its second last dimension, whether the parameter is (fan_in, fan_out)).
-        None: the call is no product with one matrix. `given`: the tensors among the arguments of the function `name`."""
+        None: the call is no product with one matrix. `given`: the tensors among the function's arguments."""
         floats = [t for t in given if t.is_floating_point() and t.dim() >= 1]
         # positions of the matrix among the arguments, and of tensors that are no parameters
         weights = [i for i, t in enumerate(floats) if t.dim() >= 2 and self._origin(t) is not None]
