@@ -148,19 +148,24 @@ impl Layer {
 }
 
 impl BuiltSublayer {
-    /// Returns the input of the sublayer's function F. A mixing keeps the state of its write in `streams`.
+    /// Returns the input of the sublayer's function F: the norm of x, where a mixing, if there is one, reads x from all
+    /// streams. The read of a hyper-connection also computes what its write needs, the state `streams.unwritten`, which
+    /// [`close`](Self::close) takes.
     pub fn input(&self, streams: &mut Streams, ctx: &Context) -> Result<Tensor> {
         let x = match &self.around.mixing {
             Some(mixing) => {
                 let tensors: Vec<&Tensor> = streams.tensors().collect();
-                let is_training = ctx.has_flat(); // only training loops on a CPU have flat buffers
-                let (x, unwritten) = mixing.read(&tensors, ctx.watch(), is_training)?;
+                // In a training loop on a CPU, the only place with flat buffers, kernels without a second derivative
+                // read the streams. Elsewhere, as in training on a GPU, operators and tch's operations read them.
+                let uses_cpu_kernels = ctx.has_flat();
+                let (x, unwritten) = mixing.read(&tensors, ctx.watch(), uses_cpu_kernels)?;
                 streams.unwritten = unwritten;
                 x
             }
             None => streams.x.shallow_clone(),
         };
-        // The previous sublayer's fused step may have applied the norm already.
+        // The fused step of the previous sublayer may have applied the norm already. A mixing's x never comes from such
+        // a step, so `normed` is `None` there.
         match &streams.normed {
             Some(normed) => Ok(normed.shallow_clone()),
             None => self.around.before.apply(x, ctx),

@@ -38,8 +38,12 @@ fn around(place: &LayerContext) -> ResidualSpec {
     around
 }
 
-/// Declares that each layer reads a weighted sum of all earlier outputs, which begins as their mean. In the form `post`
-/// the sums are normed, in the form `pre` the outputs.
+/// Declares that each layer reads a weighted sum of all earlier outputs, which begins as their mean.
+///
+/// Output 0 is the embedding, and output l is that of layer l, from 1 to the number L of layers. Row l of the weights
+/// sums up the outputs 0 to l: rows 0 to L − 1 give the inputs of layers 1 to L, and row L gives the stack's output. In
+/// the form `pre` each output but the embedding has a norm, in the form `post` each sum but that of row 0, which is the
+/// embedding times one weight. So there are norms 1 to L.
 fn stack(place: &LayerContext) -> StackSpec {
     let on_sums = place.options.get(&NORM) == DlclNorm::Post;
     // With norms on sums, the norm of the last sum is the stack's last norm.
@@ -49,12 +53,12 @@ fn stack(place: &LayerContext) -> StackSpec {
         ..place.norm()
     };
     let norms = (1..=place.layers()).map(norm).collect();
-    // The embedding is output 0, and the layers' outputs count from 1. Row l begins with equal weights for the outputs
-    // 0 to l.
+    // L + 1 outputs and as many rows. Row l begins with equal weights for the outputs 0 to l.
     let size = place.layers() + 1;
     let mean = |row: i64, column: i64| if column <= row { 1.0 / (row + 1) as f64 } else { 0.0 };
     let weight = Learned::matrix("combine.weight", [size; 2], mean).summed_over(SumsOver::Depth);
-    let combine = Combine { weight, norms, on_sums, skips_first: false };
+    let skips_first = false; // layer 1 reads row 0's sum, the weighted embedding, and not the embedding itself
+    let combine = Combine { weight, norms, on_sums, skips_first };
     StackSpec { combine: Some(combine), ..(layers(place).stack)(place) }
 }
 

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from normformer_rs import InputError
 from normformer_rs.surgery import swap_residuals
+from normformer_rs.surgery.blocks import structure_of
 
 D = 8
 
@@ -311,12 +312,40 @@ def test_a_factor_of_evaluation_alone_is_refused():
     refused(built(Survives), "postnorm", r"by another number than the 0\.8")
 
 
-def test_an_unread_clamp_changes_what_follows():
-    class Clamped(Block):
-        def forward(self, x):
-            x = (x + self.f1(self.n1(x))).clamp(-2, 2)
-            return x + self.f2(self.n2(x))
+class Clamped(Block):
+    def forward(self, x):
+        x = (x + self.f1(self.n1(x))).clamp(-2, 2)
+        return x + self.f2(self.n2(x))
 
+
+@pytest.mark.parametrize("scheme", ["hyper-connections", "mhc", "attnres"])
+def test_an_unread_clamp_changes_what_a_mixture_reads(scheme):
+    """The example shows the clamp's effect to one of two models, so that its proof has seen it."""
+    x = numbers()
+    found = [swapped(built(Clamped), scheme, scale * x)(9 * x) for scale in (0.1, 9)]
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+class Keywords(Block):
+    def forward(self, **options):
+        return super().forward(options["x"])
+
+
+def test_a_stream_among_keywords_is_one_argument():
+    class Named(Model):
+        def stack(self, x):
+            for block in self.blocks:
+                x = block(x=x)
+            return x
+
+    model, x = built(Named, kind=Keywords), numbers()
+    want = swapped(built(Model), "postnorm")(x)
+    assert [part.norm for part in structure_of(swapped(model, "postnorm").blocks[0]).parts] == ["n1", "n2"]
+    assert structure_of(model.blocks[0]).twin is None
+    torch.testing.assert_close(model(x), want)
+
+
+def test_an_unread_clamp_changes_what_follows():
     model, x = built(Clamped), numbers()
     want = model(9 * x)
     torch.testing.assert_close(swapped(model, "prenorm", 0.1 * x)(9 * x), want, rtol=1e-9, atol=1e-9)

@@ -289,11 +289,12 @@ def _are_numbers(values: Iterable[Any]) -> bool:
 
 
 def _are_layers(layers: Any, statistics: Any) -> bool:
-    """Returns True if both are tables of numbers by name, as `layer_values` reads them, or None if the event has
-    none."""
+    """Returns True if an event's fields `layers` and `statistics` have the form that `layer_values` reads. Each field
+    may be missing (None). `layers` holds a dictionary of numbers for each kind of value, such as `{"gains": {NAME:
+    NUMBER}}`; `statistics` is one dictionary of numbers."""
     if not isinstance(layers, dict | None):
         return False
-    tables = list((layers or {}).values())
+    tables = list((layers or {}).values())  # name → number in each table
     if statistics is not None:
         tables.append(statistics)
     return all(isinstance(values, dict) and _are_numbers(values.values()) for values in tables)

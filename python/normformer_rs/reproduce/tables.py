@@ -139,10 +139,16 @@ def holm(compared: dict[Key, Compared]) -> dict[Key, Compared]:
 
 
 def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
-    """Returns the headings and the lines of the table: the row's key, the measurements, the paper's figures."""
+    """Returns the headings and the lines of the table: the row's key, the measurements, the paper's figures.
+
+    Without `shown.across` each row is a line, with the columns that `shown` names; the column "p" holds the comparison
+    with the row's baseline. With `shown.across`, a key such as the learning rate, the rows that differ only in this key
+    are the cells of one line, one column for each value. `shown.mean` then adds two columns: the mean over a line's
+    cells, and its difference from that of the first line with a mean. If the key is the learning rate, "(edge)" marks
+    a line's best cell at its lowest or highest rate, beyond which there may be a better one.
+    """
     measured, compared = results.measured, comparisons(results, shown)
     papers = list(dict.fromkeys(name for row, _ in measured for name in row.paper))
-    # Without `across` each row is a line. Otherwise the rows that differ in this key only are the cells of one line.
     if not shown.across:
         keys = list(measured[0][0].key) if measured else []
         headings = [_heading(results, shown, name) for name in shown.columns]
@@ -153,7 +159,8 @@ def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
             for row, columns in measured
         ]  # fmt: skip
         return [*map(_words, keys), *headings, *papers], lines
-    values = list(dict.fromkeys(row.key[shown.across] for row, _ in measured))
+    values = list(dict.fromkeys(row.key[shown.across] for row, _ in measured))  # one column for each
+    # line (the row's other keys) → value of `across` → the row and its measurements
     grouped: dict[tuple[str, ...], dict[str, tuple[Row, Found]]] = {}
     for row, columns in measured:
         line_key = tuple(value for key, value in row.key.items() if key != shown.across)
@@ -163,9 +170,9 @@ def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
     for line_key, cells_by_value in grouped.items():
         cells = [_cell(*cells_by_value[value], shown, compared) if value in cells_by_value else "" for value in values]
         if shown.across == "lr" and (best := _best(cells_by_value, shown)) is not None and len(cells_by_value) > 1:
-            # If the best rate is the lowest or highest one, a better one may lie beyond, so the table marks it.
             is_edge = float(best) in (max(map(float, cells_by_value)), min(map(float, cells_by_value)))
             cells[values.index(best)] += " (edge)" if is_edge else ""
+        # the paper's figures for the line, which its rows hold between them
         paper_figures: dict[str, str] = {}
         for row, _ in cells_by_value.values():
             paper_figures |= row.paper

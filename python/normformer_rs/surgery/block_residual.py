@@ -51,7 +51,7 @@ class Point:
         self.is_before = is_before
         self.hooked: nn.Module | None = None
         self.columns = None if columns is None else [*columns]
-        # adjacent columns (first, end) are a slice; others need an index tensor on each device
+        # adjacent columns are taken as a slice [first:end]; others need an index tensor on each device
         is_range = columns is not None and [*columns] == [*range(columns[0], columns[-1] + 1)]
         self.range = (columns[0], columns[-1] + 1) if is_range and columns is not None else None
         self.indices: dict[torch.device, Tensor] = {}
@@ -65,7 +65,7 @@ class Point:
             self.put(module)
 
     def put(self, module: nn.Module) -> None:
-        """Registers the hook."""
+        """Registers the hook on a module."""
         self.hooked = module
         if self.is_before:
             module.register_forward_pre_hook(self.before)
@@ -77,17 +77,18 @@ class Point:
         module = self.hooked
         assert module is not None
         hooks: dict[int, Any] = module._forward_pre_hooks if self.is_before else module._forward_hooks
-        # the hook is found by the object that it is bound to, since a handle would not remove it from a model's copy
+        # in a copy of the model, torch's handle would still refer to the original's hook, so the hook is found by the
+        # object that it is bound to
         for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
             del hooks[key]
         self.hooked = None
 
     def before(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Changes the linear layer's input."""
+        """Returns the linear layer's arguments with the first one, its input, changed. A hook before its call."""
         return self._change(args[0]), *args[1:]
 
     def after(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
-        """Changes the point's columns of the linear layer's output."""
+        """Returns the linear layer's output with the point's columns changed. A hook after its call."""
         if self.columns is None:
             return self._change(output)
         if self.range is not None:
@@ -111,10 +112,12 @@ class Point:
         return x
 
     def _once(self, change: Change, x: Tensor) -> Tensor:
-        """Returns x after one change, which may use the tensors that the block's call keeps."""
-        # tensors are kept for one call, that is, for one run of the block's forward
+        """Returns x after one change, which may keep a tensor for later changes, or use one that was kept."""
+        # a tensor is kept until the block's forward ends
         residual, kept = residual_of(self.block), call_of(self.block)
+        # the change mixes x with a tensor of an earlier layer
         if change.kind == "mix" and change.what.name in residual.place.spec.takes:
+            # outside the block's call, but in a backward pass: a checkpoint inside the block runs this part again
             if not is_called(self.block) and torch._C._current_graph_task_id() != -1:
                 raise InputError(
                     f"{residual.described()} computes a part again in the backward pass, where tensors of earlier "
@@ -143,7 +146,7 @@ def projected(block: nn.Module, part: Part, role: Role, heads: int) -> tuple[str
     rows = getattr(owner, weight).shape[1 if is_transposed(block, linear.path) else 0]
     index = linear.rows_of(role, rows)
     if linear.rows:
-        row_heads = linear.heads(role)
+        row_heads = linear.heads(role)  # the head of each row
         sizes = {row_heads.count(head) for head in {*row_heads}}
         if None in row_heads or len(sizes) != 1:  # a row's head is unknown, or heads have different widths
             return None
@@ -177,7 +180,7 @@ class BlockResidual(Growing):
         self.place, self.structure, self.parts = place, structure, structure.parts
         pairs = zip(self.parts, place.sublayers, strict=True)
         self.sublayers = tuple(_local(block, part, sublayer, place.config) for part, sublayer in pairs)
-        # the block's norms that the scheme uses: those that stay in the block, and those that move here
+        # the block's norms that the scheme uses, name in the scheme → path: those that stay there, and those that move
         self.paths, self.moved = norms_of(self.parts, self.sublayers)
         self.opening = place.spec.begin  # the changes at the layer's begin
         # whether changes keep tensors for later ones: outside the sublayers' branches, and inside them
@@ -202,7 +205,9 @@ class BlockResidual(Growing):
         self.reset_growth()
 
     def __getattr__(self, name: str) -> Any:
-        paths = self.__dict__.get("paths", {})  # the scheme's norms that are norms of the block
+        # norms that stay in the block are attributes of this module, too, under the scheme's names; `paths` is missing
+        # while the constructor runs
+        paths = self.__dict__.get("paths", {})
         return self._block[0].get_submodule(paths[name]) if name in paths else super().__getattr__(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockResidual":
@@ -246,9 +251,9 @@ class BlockResidual(Growing):
             for point, changes in sublayer.inside.items():
                 names = [change.what for change in changes if change.kind == "keep"]
                 if point in PROJECTIONS:
-                    found = projected(self._block[0], part, point, self.place.config.heads)
-                    if found is not None:
-                        _, columns, _ = found
+                    projection_found = projected(self._block[0], part, point, self.place.config.heads)
+                    if projection_found is not None:
+                        _, columns, _ = projection_found
                         widths |= dict.fromkeys(names, len(columns))
         return widths
 
@@ -260,9 +265,9 @@ class BlockResidual(Growing):
                 if where == "input":  # `read` applies these changes, so they need no hook
                     continue
                 if where in PROJECTIONS:
-                    found = projected(block, part, where, self.place.config.heads)
-                    assert found is not None  # refusals.py has refused such blocks
-                    path, columns, d_head = found
+                    projection_found = projected(block, part, where, self.place.config.heads)
+                    assert projection_found is not None  # refusals.py has refused blocks for which it is None
+                    path, columns, d_head = projection_found
                     point = Point(block, path, is_before=False, changes=changes, columns=columns, d_head=d_head)
                 else:
                     role, when = POINTS[where]
@@ -308,7 +313,7 @@ class BlockResidual(Growing):
     # `run_on_stream` calls the methods below. LoopResidual has the same ones, for a forward that runs through layers.
 
     def layer_of(self, i: int) -> tuple["BlockResidual", int]:
-        """Returns the layer that sublayer i belongs to, and the sublayer's number there."""
+        """Returns the layer that sublayer i belongs to, here always this one, and the sublayer's number there."""
         return self, i
 
     def place_in(self, x: Tensor) -> tuple[int, bool]:
@@ -317,7 +322,7 @@ class BlockResidual(Growing):
         return self._stack[0].number(x, self.place.layer, is_shared)
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the output of the block's own forward, with the scheme."""
+        """Returns `forward(*args, **kwargs)`, the output of the block's own forward, with the scheme."""
         return run_on_stream(self, names_of(self._block[0]), forward, args, kwargs)
 
     def read(self, i: int, streams: Streams, norm: nn.Module | None) -> Tensor:
@@ -326,7 +331,8 @@ class BlockResidual(Growing):
         if norm is None and part.before is not None:  # the block reads x itself here, and N(x) elsewhere
             return streams.x if streams.read is None else streams.read
         owner: Any = self
-        # a parallel branch's own norm takes the place of the scheme's, for which a fused step may have computed N(x)
+        # A parallel branch with a norm of its own reads through that one. N(x) in `streams.normed`, if a fused step has
+        # computed it, is the scheme's norm's, and must not be used.
         if norm is not None and any(self.module_at(path) is norm for path in part.twins):
             main = only_norm(sublayer.before)
             owner = self if main is None else _Through(self, main.name, norm)
@@ -339,8 +345,8 @@ class BlockResidual(Growing):
         there is none."""
         dropout = self._modules.get(f"dropout{i + 1}") or nn.Dropout(0.0)  # the block's dropout, if it has moved here
         # one fused step also computes the next sublayer's N(x⁺), if that sublayer has one norm and reads x⁺ alone
-        after = None if following is None or self.parts[following].twins else self.sublayers[following]
-        next_norm = None if after is None or after.mixing is not None else only_norm(after.before)
+        fusible = None if following is None or self.parts[following].twins else self.sublayers[following]
+        next_norm = None if fusible is None or fusible.mixing is not None else only_norm(fusible.before)
         streams = self._closed(i, streams, f, dropout, next_norm)
         return streams if following is None else open_streams(self, self.sublayers[following], streams)
 
@@ -350,7 +356,7 @@ class BlockResidual(Growing):
         alpha_t = self._stack[0].grown(self.place.layer)
         if self.parts[i].beta != 1.0:  # undo the block's own factor on the branch: the scheme has its own
             f = f / self.parts[i].beta
-        draw = Draw(f.device)
+        draw = Draw(f.device)  # gives the dropout's random numbers
         return close(self, self.sublayers[i], streams, f, dropout, draw, following=following, alpha_t=alpha_t)
 
     def stands_before(self, norm: nn.Module, stream: Stream) -> bool:
@@ -371,9 +377,9 @@ class BlockResidual(Growing):
     def step(
         self, i: int, x: Tensor, function: Callable[[Tensor], Any], dropout: nn.Module | float | None = None
     ) -> Any:
-        """Returns x⁺ of sublayer i, with F = `function`. If F returns a tuple, its first item is F(x), and the result
-        is a tuple of x⁺ and the other items. `dropout`: a module or a rate; None: the one that the sublayer's `Part`
-        names."""
+        """Returns x⁺ of sublayer i, with F = `function`. The first sublayer's step also begins the layer, the last
+        one's ends it. If F returns a tuple, its first item is F(x), and the result is a tuple of x⁺ and the other
+        items. `dropout`: a module or a rate; None: the one that the sublayer's `Part` names."""
         stack = self._stack[0]
         if i == 0:
             for point in self.points:
@@ -389,12 +395,12 @@ class BlockResidual(Growing):
         normed = begin(self, sublayer, streams, padding_mask=None)
         output = function(apply_changes(self, sublayer.inside.get("input", ()), normed, padding_mask=None))
         f, *rest = output if isinstance(output, tuple) else (output,)
-        # of several dropouts, one that moved here is used, or else the caller's, or else the block's attribute
-        declared = self.parts[i].dropout
+        # a dropout that moved here comes first, then the caller's, then the one that the block's `Part` names
+        dropout_name = self.parts[i].dropout
         if self.parts[i].moves is not None:
             dropout = self._modules[f"dropout{i + 1}"]
-        elif dropout is None and declared is not None:
-            dropout = getattr(self._block[0], declared)
+        elif dropout is None and dropout_name is not None:
+            dropout = getattr(self._block[0], dropout_name)
         if not isinstance(dropout, nn.Module):
             dropout = nn.Dropout(dropout or 0.0).train(self.training)
         streams = self._closed(i, streams, f, dropout, following=None)
@@ -422,10 +428,10 @@ def run_on_stream(
     given = dict(zip(names, args, strict=False)) | kwargs
     # the block skips its cross-attentions, and their additions, if the call passes no encoder's output
     left_out = {i for i, part in enumerate(owner.parts) if part.memory and given.get(part.memory) is None}
-    writes = tuple(i for i in structure.writes if i not in left_out)
+    writes = tuple(i for i in structure.writes if i not in left_out)  # the sublayer that each addition belongs to
     layer, begins = owner.place_in(x)
-    first, i = owner.layer_of(writes[0])
-    streams = open_streams(first, first.sublayers[i], first.enter(rows, layer, begins))
+    first_layer, i = owner.layer_of(writes[0])
+    streams = open_streams(first_layer, first_layer.sublayers[i], first_layer.enter(rows, layer, begins))
     read = streams.x if streams.read is None else streams.read  # the tensor that the first sublayer reads
     run = Pass(owner, writes, structure)
     stream = Stream.of(run.shown(read), run, streams, written=0, parallel=None, shape=read.shape)
@@ -449,7 +455,8 @@ def run_on_stream(
 
 
 class _Through:
-    """Wraps a BlockResidual so that its attribute `name` is the module `norm`."""
+    """Wraps a BlockResidual so that its attribute `name` is the module `norm`. Functions of the interpreter, which read
+    norms from it by name, then use that norm."""
 
     def __init__(self, residual: BlockResidual, name: str, norm: nn.Module) -> None:
         self._residual, self._name, self._norm = residual, name, norm
@@ -459,9 +466,9 @@ class _Through:
 
 
 def _columns(part: Part, path: str, role: Role) -> list[int] | None:
-    """Returns the columns of a linear layer's output that have that role. None: all."""
+    """Returns the columns of the output of the linear layer at `path` that have that role. None: all."""
     linear = next(linear for linear in part.linears if linear.path == path)
-    return linear.rows_of(role, 0) if linear.rows else None
+    return linear.rows_of(role, 0) if linear.rows else None  # 0: the size is not read if the layer lists its rows
 
 
 def _without_streams(value: Any, last: Stream, y: Tensor) -> Any:
@@ -509,10 +516,10 @@ def _local(block: nn.Module, part: Part, sublayer: Sublayer, config: Transformer
             return change
         if point == "after_heads":
             return change._replace(what=change.what._replace(width=width_into(block, part, "output")))
-        found = projected(block, part, point, heads) if point in PROJECTIONS else None
-        if found is None:
+        projection_found = projected(block, part, point, heads) if point in PROJECTIONS else None
+        if projection_found is None:
             return change
-        _, columns, d_head = found
+        _, columns, d_head = projection_found
         by_head = change.what.width == d_model // heads and heads > 1  # the scheme declared it for one head
         return change._replace(what=change.what._replace(width=d_head if by_head else len(columns)))
 

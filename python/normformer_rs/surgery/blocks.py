@@ -80,8 +80,8 @@ def register_block(kind: type[nn.Module], converted: type[nn.Module]) -> None:
 
 
 def declaration_of(kind: type) -> Any:
-    """Returns the subclass that was passed to `register_block` for a class of blocks; `kind` may also be that subclass.
-    None: the class is not registered."""
+    """Returns the subclass that was passed to `register_block` for a class of blocks; `kind` may also be that subclass,
+    or a converted class. None: the class is not registered."""
     kind = original(kind)
     return _BLOCKS.get(kind, kind if kind in _BLOCKS.values() else None)
 
@@ -109,19 +109,19 @@ def is_converted(block: Any) -> bool:
 
 def declared_structure(block: Any) -> Structure:
     """Returns the structure that the registered class of a block declares."""
-    own: list[Part] = declaration_of(type(block)).parts(block)
-    memory = "encoder_hidden_states"
-    parts = tuple(part._replace(memory=memory) if part.kind == "cross-attention" else part for part in own)
+    declared: list[Part] = declaration_of(type(block)).parts(block)
+    memory = "encoder_hidden_states"  # the argument's name in Hugging Face's decoders
+    parts = tuple(part._replace(memory=memory) if part.kind == "cross-attention" else part for part in declared)
     return Structure(parts, writes=tuple(range(len(parts))), reads=frozenset(), is_found=False)
 
 
-# The linear layers of torch.nn's layers: paths within the attention, and within the layer.
+# The linear layers of torch.nn's Transformer layers. Attention's paths begin at the attention, the others at the layer.
 _ATTENTION = (Linear("in_proj_weight", ("query", "key", "value")), Linear("out_proj", ("output",)))
 _FEED_FORWARD = (Linear("linear1", ("fc1",)), Linear("linear2", ("fc2",)))
 
 
 def __torch_parts(*attentions: str) -> tuple[Part, ...]:
-    """Returns the sublayers of a layer of torch.nn with attentions of these names."""
+    """Returns the sublayers of a layer of torch.nn with attentions of these names: self-attention, cross-attention."""
     parts = []
     for i, name in enumerate(attentions):
         linears = tuple(linear._replace(path=f"{name}.{linear.path}") for linear in _ATTENTION)
@@ -150,15 +150,15 @@ def parts_of(block: Any) -> Sequence[Part]:
 def stacked_rows(attention: nn.Module) -> list[tuple[int, int]]:
     """Returns (first row, number of rows) of queries, keys and values in torch.nn's stacked projection matrix."""
     rows, d = attention.in_proj_weight.shape  # type: ignore[union-attr, misc]
-    shared = (rows - d) // 2  # keys and values may have fewer heads than queries
-    return [(0, d), (d, shared), (d + shared, shared)]
+    key_rows = (rows - d) // 2  # keys and values have equally many heads, perhaps fewer than queries
+    return [(0, d), (d, key_rows), (d + key_rows, key_rows)]
 
 
 def torchs_parts(block: Any) -> tuple[Part, ...]:
     """Returns the sublayers of a layer that has torch.nn's names. Included are the extras of this package's layers:
     output gates, the third matrix of a gated feed-forward, and fewer heads of keys and values."""
     *attentions, feed_forward = DECODER if has(block, "multihead_attn") else ENCODER
-    found = []
+    parts = []
     for name, part in zip(("self_attn", "multihead_attn"), attentions):
         stacked, *others = part.linears
         weight = getattr(at(block, name), "in_proj_weight", None)
@@ -169,11 +169,11 @@ def torchs_parts(block: Any) -> tuple[Part, ...]:
             stacked = stacked._replace(rows=tuple(map(Rows, stacked.roles, heads, sizes)))
         if has(block, f"{name}.gate_proj"):
             others.append(Linear(f"{name}.gate_proj", ("output_gate",)))
-        found.append(part._replace(linears=(stacked, *others)))
+        parts.append(part._replace(linears=(stacked, *others)))
     if has(block, "linear3"):
         linears = (*feed_forward.linears, Linear("linear3", ("gate",)))
         feed_forward = feed_forward._replace(linears=linears)
-    return (*found, feed_forward)
+    return (*parts, feed_forward)
 
 
 class Group(NamedTuple):
@@ -182,6 +182,7 @@ class Group(NamedTuple):
     path: str
     """The path of the list that holds them."""
     names: list[str]
+    """The paths of the blocks; names such as PATH[0] for the layers of a loop."""
     blocks: list[nn.Module]
     holder: nn.Module
     """The module that has the list as an attribute."""
@@ -195,7 +196,8 @@ class Group(NamedTuple):
     loop: nn.Module | None = None
     """The module whose forward runs through all layers, if the blocks are views of it (`loops.py`). Else None."""
     shares_stream: str = ""
-    """If the stream also passes through blocks of another group, such as those of another form: where. Else empty."""
+    """If the stream also passes through blocks of another group: a message that says from which block to which. Else
+    empty."""
 
     @property
     def has_memory(self) -> bool:
@@ -225,7 +227,8 @@ class End(NamedTuple):
 
 
 def place_of(block: Any) -> Place | None:
-    """Returns the place of a block that already has a scheme of this package, else None."""
+    """Returns the place (configuration, stack and layer) of a block that already has a scheme of this package, else
+    None."""
     return getattr(residual_of(block) or block, "place", None)
 
 
@@ -237,28 +240,28 @@ def shape_of(block: Any) -> dict[str, Any]:
         return {name: getattr(place.config, name) for name in ("d_model", "heads", "norm", "norm_eps", "d_ff")}
     parts = parts_of(block)
     norm = next((block.get_submodule(part.norm) for part in parts if part.norm is not None), None)
-    found = None if norm is None else read_norm(norm)
+    known = None if norm is None else read_norm(norm)
     user_norm = norm if isinstance(norm, OwnNorm) else None
-    if user_norm is not None:  # `found` then serves for the width only
-        found = RecognisedNorm(user_norm.width, "layernorm")
-    if norm is not None and found is None:
-        found = _by_width(norm, structure_of(block).width)
-    if norm is not None and found is None:
+    if user_norm is not None:  # `known` then serves for the width only
+        known = RecognisedNorm(user_norm.width, "layernorm")
+    if norm is not None and known is None:
+        known = _by_width(norm, structure_of(block).width)
+    if norm is not None and known is None:
         name = next(part.norm for part in parts if part.norm is not None)
         raise InputError(
             f"{type(block).__name__}'s {name} is a {type(norm).__name__}, no known norm: register it with "
             "normformer_rs.surgery.register_norm(kind, reader)"
         )
-    width = found.width if found is not None else structure_of(block).width
-    # the columns of the last matrix of the feed-forward
+    width = known.width if known is not None else structure_of(block).width
+    # the number of columns of the last matrix of the last feed-forward
     d_ff = next((size for part in reversed(parts) if (size := _width_into(block, part, "fc2"))), None)
     # a block without known feed-forward counts as one of the usual width 4·d
     shape: dict[str, Any] = {"d_model": width, "heads": _heads_of(block), "d_ff": d_ff or 4 * (width or 1)}
     if user_norm is not None:
         return shape | {"norm": user_norm.norm}
-    if found is not None and found.eps is not None and math.isfinite(found.eps):
-        shape["norm_eps"] = found.eps
-    return shape | {"norm": "layernorm" if found is None else found.computes}
+    if known is not None and known.eps is not None and math.isfinite(known.eps):
+        shape["norm_eps"] = known.eps
+    return shape | {"norm": "layernorm" if known is None else known.computes}
 
 
 def _by_width(norm: nn.Module, width: int | None) -> RecognisedNorm | None:
@@ -269,8 +272,8 @@ def _by_width(norm: nn.Module, width: int | None) -> RecognisedNorm | None:
     found = probe(norm, width)
     if isinstance(found, RecognisedNorm):
         return found
-    own = next(norm.parameters(recurse=False), None)
-    return RecognisedNorm(width, "layernorm") if own is not None and own.numel() == width else None
+    weight = next(norm.parameters(recurse=False), None)
+    return RecognisedNorm(width, "layernorm") if weight is not None and weight.numel() == width else None
 
 
 def _heads_of(block: Any) -> int:
@@ -293,7 +296,7 @@ def path_of(block: nn.Module, part: Part, role: Role) -> str:
     """Returns the path of the one linear layer with that role. Errors: InputError if there is none, or several."""
     linears = [linear for linear in part.linears if role in linear.roles]
     path = linears[0].path if linears else None
-    is_found = type(block) not in TORCHS and structure_of(block).is_found
+    is_found = type(block) not in TORCHS and structure_of(block).is_found  # by a run, and not declared
     if is_found and (len(linears) != 1 or not linears[0].is_called):
         shown: str | None = path  # for the message: the one layer, if the block does not call it
         if len(linears) != 1:
@@ -346,13 +349,13 @@ def projection(block: nn.Module, path: str) -> tuple[nn.Module, str, str]:
 
 
 def _no_own_weight(block: nn.Module, path: str, owner: nn.Module) -> InputError:
-    """Returns the error for the linear layer `owner` at a path of the block, which has no weight of its own."""
+    """Returns the error for the linear layer `owner` at a path of the block, which has no weight to write into."""
     kind = type(owner)
     what = kind.__name__ if kind.__module__.startswith(("torch.", "transformers.")) else full_name(kind)
-    own = owner._parameters.get("weight")
-    has = "has no weight of its own" if own is None else f"has a weight of type {type(own).__name__}, and none"
+    weight = owner._parameters.get("weight")
+    lack = "has no weight of its own" if weight is None else f"has a weight of type {type(weight).__name__}, and none"
     return InputError(
-        f"{path} of a {type(block).__name__} is a {what}, which {has} to change: change the model first, and then "
+        f"{path} of a {type(block).__name__} is a {what}, which {lack} to change: change the model first, and then "
         "parametrize, wrap or quantize its layers; swap_residuals(..., init=None) leaves their weights alone"
     )
 
@@ -365,7 +368,7 @@ def _is_editable(weight: Tensor) -> bool:
 
 def is_transposed(block: nn.Module, path: str) -> bool:
     """Returns whether the weight at a path has the shape (fan_in, fan_out), as that of transformers' Conv1D."""
-    parts = parts_of(block) if block in STRUCTURES or is_converted(block) else ()
+    parts = parts_of(block) if block in STRUCTURES or is_converted(block) else ()  # those that a run has found
     if any(linear.path == path and linear.is_transposed for part in parts for linear in part.linears):
         return True
     return not path.endswith("in_proj_weight") and type(at(block, path)).__name__ == "Conv1D"

@@ -22,18 +22,18 @@ class _Call:
 
 
 _innermost: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("normformer_rs_block_call", default=None)
-# torch.compile supports no context variables, but it follows globals. After a graph break, the eager part reads this
-# global, too.
+# torch.compile supports no context variables, but it follows globals, so compiled code keeps its innermost call here.
+# After a graph break, the eager part reads this global, too.
 _innermost_compiled: _Call | None = None
 
 
 def _here() -> _Call | None:
-    """Returns the innermost call."""
+    """Returns the innermost call of a block. None: no block is called."""
     return _innermost_compiled if torch.compiler.is_compiling() else _innermost.get()
 
 
 def _enter(call: _Call | None) -> None:
-    """Makes `call` the innermost one."""
+    """Makes `call` the innermost call of a block. None: no block is called."""
     global _innermost_compiled
     if torch.compiler.is_compiling():
         _innermost_compiled = call
@@ -105,6 +105,7 @@ class StackCall:
     def __init__(self, stack: Any, outer: "StackCall | None") -> None:
         self.stack, self.outer = stack, outer
         self.has_begun = self.is_finished = False
+        """Whether a layer has run, and whether the last layer has run or the norm after the stack was called."""
         self.norms = 0
         """The number of calls so far of the norm after the stack."""
         self.last: tuple[Any, int] | None = None

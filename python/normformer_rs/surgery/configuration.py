@@ -27,7 +27,8 @@ _STOCK = ("model_type", "architectures")
 
 
 class Swapped:
-    """A base class of swapped models' configurations, beside the stock class. It only changes which files are saved."""
+    """The first base class of swapped models' configurations; the second one is the stock class. It only changes which
+    files are saved."""
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
         """Writes config.json and, if the folder has none, the model's card README.md."""
@@ -43,10 +44,10 @@ class Swapped:
         if keeps_function(stock.get(KEY)):
             super().to_json_file(json_file_path, use_diff)  # type: ignore[misc]
             return
-        kept = {name: stock[name] for name in _STOCK if stock.get(name) is not None}
+        stock_values = {name: stock[name] for name in _STOCK if stock.get(name) is not None}
         kinds = [f"{KEY}.{kind}" for kind in stock.get("architectures") or ()]
         overwritten = {"model_type": KEY, "architectures": kinds, "transformers_weights": _NO_WEIGHTS}
-        file = {**stock, **overwritten, KEY: {**stock[KEY], "stock": kept}}
+        file = {**stock, **overwritten, KEY: {**stock[KEY], "stock": stock_values}}
         Path(json_file_path).write_text(json.dumps(file, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -67,10 +68,10 @@ def _restored(stock: Any) -> Any:
 
 def keeps_function(marks: Any) -> bool:
     """Returns whether the stock class computes the same from the saved weights as the swapped model. `marks`: the
-    configuration's attribute KEY.
+    configuration's attribute KEY, a dictionary that describes the swaps.
 
-    If only a part of the model was swapped, or a module around it, the marks list no swaps. Then the result is False if
-    they name a residual scheme, a norm or a fold.
+    If only a part of the model was swapped, or a module around it, the marks do not list all swaps. Then the result is
+    False if they name a residual scheme, a norm or a fold.
     """
     swaps = _swaps(marks)
     if not swaps or marks.get("part"):
@@ -86,6 +87,7 @@ def _swaps(marks: Any) -> list[Any]:
 
 
 _CLASSES: dict[Any, Any] = {}
+"""The classes that `swapped_class` has made: stock class → its class."""
 
 
 def swapped_class(kind: Any) -> Any:
@@ -96,29 +98,29 @@ def swapped_class(kind: Any) -> Any:
         return _CLASSES[kind]
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     # without an __init__ in the class's own body, transformers would generate one from the fields
-    made = type(kind.__name__, (Swapped, kind), {**body, "__init__": kind.__init__})
-    _register_models(made, kind)
-    _CLASSES[kind] = made
-    return made
+    swapped = type(kind.__name__, (Swapped, kind), {**body, "__init__": kind.__init__})
+    _register_models(swapped, kind)
+    _CLASSES[kind] = swapped
+    return swapped
 
 
 def stock_config(file: Mapping[str, Any], folder: Any) -> dict[str, Any]:
-    """Returns the content of a config.json as the stock class would have written it. Errors: InputError if it is
-    damaged."""
-    if file.get("model_type") != KEY:
+    """Returns the content of a config.json (`file`) as the stock class would have written it. `folder`: for messages.
+    Errors: InputError if it is damaged."""
+    if file.get("model_type") != KEY:  # no swapped model wrote it
         return dict(file)
     marks = file.get(KEY)
-    kept = marks.get("stock") if isinstance(marks, Mapping) else None
-    if not isinstance(kept, Mapping) or not isinstance(kept.get("model_type"), str):
-        raise InputError(f"{folder}'s config.json: {KEY}.stock must name the type of the swapped model; got {kept!r}")
+    values = marks.get("stock") if isinstance(marks, Mapping) else None  # the stock values of overwritten fields
+    if not isinstance(values, Mapping) or not isinstance(values.get("model_type"), str):
+        raise InputError(f"{folder}'s config.json: {KEY}.stock must name the type of the swapped model; got {values!r}")
     stock = {name: value for name, value in file.items() if name not in (*_STOCK, "transformers_weights")}
     marks = {name: value for name, value in file[KEY].items() if name != "stock"}
-    return {**stock, **{name: kept[name] for name in _STOCK if name in kept}, KEY: marks}
+    return {**stock, **{name: values[name] for name in _STOCK if name in values}, KEY: marks}
 
 
 def read_config(folder: Any, kind: Any, **hub: Any) -> Any:
     """Returns the configuration in a folder or repository, as swapped models have it. `kind`: the class of models;
-    None: the class that the file names."""
+    None: the class that the file names. `hub`: options of the download, such as `revision`."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     file, _ = PreTrainedConfig.get_config_dict(folder, **hub)
@@ -161,7 +163,8 @@ def register() -> None:
 
 
 def model_class(auto: Any, config: Any) -> Any:
-    """Returns the stock class that an Auto class chooses. Errors: KeyError if it has none."""
+    """Returns the stock class of models that an Auto class chooses for a configuration. Errors: KeyError if it has
+    none."""
     found = auto._model_mapping[stock_class(config)]
     candidates = [*found] if isinstance(found, list | tuple) else [found]
     names = getattr(config, "architectures", None) or ()
@@ -169,7 +172,8 @@ def model_class(auto: Any, config: Any) -> Any:
 
 
 def _register_models(made: Any, stock: Any) -> None:
-    """Registers a configuration class of swapped models with each Auto class that has a model for the stock one."""
+    """Registers `made`, a configuration class of swapped models, with each Auto class that has a model for the stock
+    one."""
     from transformers.models.auto import modeling_auto
 
     for auto in vars(modeling_auto).values():
@@ -188,7 +192,8 @@ def _loader(auto: Any, stock: Any) -> Any:
             cls, folder: Any, *_: Any, trust_remote_code: Any = None, trust: bool = False, **options: Any
         ) -> Any:
             """Loads the swapped model in a folder with `load_swapped`."""
-            for name in ("_from_auto", "adapter_kwargs"):  # Auto classes add these to the caller's options
+            # Auto classes add these to the caller's options, and `load_swapped` does not know them
+            for name in ("_from_auto", "adapter_kwargs"):
                 options.pop(name, None)
             return LOAD[0](folder, auto, trust=trust or bool(trust_remote_code), **options)
 
@@ -223,7 +228,7 @@ def upload(kind: Any, working_dir: Any, *args: Any, **options: Any) -> Any:
             data: Any = card.data
             data.tags = [*dict.fromkeys([*data.tags, *(made.data.to_dict().get("tags") or [])])]
             card.save(file)
-    # The method reads no attribute of its model, so an empty one serves. To hold the model itself here would delay the
+    # The method reads no attribute of its model, so an empty model serves. A reference to the real one would delay the
     # release of its memory.
     return getattr(kind, UPLOAD)(kind.__new__(kind), working_dir, *args, **options)
 
@@ -242,26 +247,25 @@ def model_card(stock: Mapping[str, Any]) -> str:
     """Returns the text of README.md: what was swapped, how to load the model, and how to find the papers. `stock`: the
     content of config.json as the stock class would write it, with the marks under KEY."""
     kind = (stock.get("architectures") or [stock.get("model_type")])[0]
-    marks, swaps = stock[KEY], _swaps(stock[KEY])
+    marks, swaps = stock[KEY], _swaps(stock[KEY])  # each swap: the function's name → its first argument, and options
     is_whole = swaps and not marks.get("part")  # the marks list all swaps, of the whole model
     # names of schemes and norms, whose papers the card cites
     names: list[str] = [] if is_whole else [marks[what] for what in ("residual", "norm") if what in marks]
     rows = [f"- in a part of the model: {name}" for name in names]
     for swap in swaps:
-        what = next(kind for kind in ("swap_residuals", "swap_norms", "fold_norms") if kind in swap)
-        target = swap[what]
+        function = next(name for name in ("swap_residuals", "swap_norms", "fold_norms") if name in swap)
+        target = swap[function]
         target = target.get("name") if isinstance(target, Mapping) else target
         options = ", ".join(
-            f"{k}={v!r}" for k, v in swap.items() if k not in (what, "names") and v not in (None, False)
+            f"{k}={v!r}" for k, v in swap.items() if k not in (function, "names") and v not in (None, False)
         )
-        rows.append(
-            f"- `{what}`: {'a class of its own' if target is None else target}{f' ({options})' if options else ''}"
-        )
+        target_name = "a class of its own" if target is None else target
+        rows.append(f"- `{function}`: {target_name}{f' ({options})' if options else ''}")
         names += [target] if isinstance(target, str) else []
     swapped = "\n".join(rows)
     cited = ", ".join(map(repr, dict.fromkeys(names)))
-    again = "FOLDER" if is_whole else "FOLDER, swap=FUNCTION"
-    others = (
+    arguments = "FOLDER" if is_whole else "FOLDER, swap=FUNCTION"
+    other_ways = (
         "After `import transformers, normformer_rs` transformers' own Auto classes load it, too."
         if is_whole
         else "FUNCTION gets the stock model and makes the same swaps in it."
@@ -284,10 +288,10 @@ the Python package normformer_rs:
 ```python
 import normformer_rs
 
-model = normformer_rs.load_swapped({again})
+model = normformer_rs.load_swapped({arguments})
 ```
 
-{others} Stock classes refuse it.
+{other_ways} Stock classes refuse it.
 
 ## Papers
 

@@ -8,8 +8,8 @@ from torch import nn
 
 
 class Converted:
-    """A base of the classes made here. Pickles name the two classes that it is made of, since the class itself is made
-    at run time. Names begin with an underscore and the package's, since modules have attributes of their own."""
+    """A base of the classes made here. Pickles name the two classes that such a class is made of, since itself it is
+    made at run time. The attributes' names begin with `_nfrs_`, so that they differ from those of any module."""
 
     _nfrs_kind: ClassVar[type[nn.Module]]
     """The original class."""
@@ -38,7 +38,7 @@ def residual_of(block: Any) -> Any:
 
 
 NAMES = ("residual", "scheme_residual")
-"""The attributes that may hold a block's module of the scheme, in order of preference."""
+"""The attributes that may hold a block's module of the scheme, in the order in which they are tried."""
 
 
 class StreamBlock(Converted):

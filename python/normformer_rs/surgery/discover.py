@@ -43,7 +43,7 @@ LISTS = (nn.ModuleList, nn.Sequential)
 
 
 Unknown = dict[str, str]
-"""For each list of modules that look like blocks but are not known ones: its path → the reason why."""
+"""The path of a list whose modules look like blocks → the reason why they are not known ones."""
 
 
 class Stacks(NamedTuple):
@@ -65,7 +65,7 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
     """
     unknown: Unknown = {}
     not_residual: Unknown = {}
-    candidates = [*_candidates(model)]  # lists whose entries may be blocks
+    candidates = [*_candidates(model)]  # (path, entries) of lists whose entries may be blocks
     singles = [*_alone(model)]  # blocks that are in no list
     if not candidates and not singles:
         raise InputError(
@@ -76,7 +76,7 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
     run_record, why_no_run = _run(model, blocks, example)
     groups: list[Group] = []
     stack_paths: list[str] = []
-    refused: Unknown = {}
+    refused: Unknown = {}  # entries of stacks that could not be explained
     listed: set[nn.Module] = set()  # the blocks of the lists so far
     for path, entries in _without_parts(candidates):
         if any(_is_below(path, stack) for stack in stack_paths):  # a list inside a block
@@ -85,8 +85,8 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
         reason = None if members else next(iter(reasons.values()))  # the first entry's reason stands for the list's
         if reason is None and run_record is not None and (stage := _stage(path, members, candidates, run_record)):
             not_residual[path] = stage
-        elif reason is None and (twin := _twin_of_some(members)):
-            raise InputError(f"{path}.{twin}")
+        elif reason is None and (fault := _twin_of_some(members)):
+            raise InputError(f"{path}.{fault}")
         elif reason is None:
             if listed & {*members.values()}:
                 raise InputError(
@@ -105,7 +105,7 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
             not_residual[path] = _in_words(next(iter(reasons)), entries, reason)
         elif not any(_is_below(path, outer) for outer in unknown):
             unknown[path] = _in_words(next(iter(reasons)), entries, reason)
-    # a list around a stack is no fault
+    # a list with a stack inside it, such as a list of stages, needs no reason
     unknown = {path: why for path, why in unknown.items() if not any(_is_below(stack, path) for stack in stack_paths)}
     unknown |= refused
     if run_record is not None:
@@ -132,8 +132,9 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
 
 
 def _loops(model: nn.Module, candidates: Any, example: Any) -> list[Group]:
-    """Returns the modules whose forward loops over a list and adds the branches itself, so that the list's entries are
-    no blocks. Each such module becomes a group whose blocks are views of its layers. `candidates`: the lists."""
+    """Returns a group for each module whose forward loops over a list and adds the branches itself, so that the list's
+    entries are no blocks. The group's blocks are views of the module, one for each layer (loops.py). `candidates`: the
+    lists, as `_candidates` yields them."""
     owners: dict[str, nn.Module] = {}
     for path, _ in candidates:
         while path:  # each module around a list may have the loop over it
@@ -161,9 +162,10 @@ def _loops(model: nn.Module, candidates: Any, example: Any) -> list[Group]:
 
 
 def _stage(path: str, blocks: dict[str, nn.Module], candidates: Any, run_record: Record) -> str:
-    """Returns the reason why a list's entries are stages (themselves stacks of blocks); empty if they are blocks. An
-    entry is a stage if a norm on its stream follows a list of blocks inside it, or if all of its sublayers belong to
-    blocks inside it that have several sublayers each."""
+    """Returns the reason why the entries of the list at `path` are stages (themselves stacks of blocks); empty if they
+    are blocks. An entry is a stage if a norm on its stream follows a list of blocks inside it, or if all of its
+    sublayers belong to blocks inside it that have several sublayers each. `blocks`: the entries by name; `candidates`:
+    all lists, as `_candidates` yields them."""
     for name, block in blocks.items():
         known, parts = STRUCTURES.get(block), {*block.modules()}
         lists = [entries for list_path, entries in candidates if list_path != path and _is_below(list_path, path)]
@@ -217,10 +219,12 @@ def _joined(model: nn.Module, groups: list[Group], run_record: Record) -> list[G
 
 
 def _without_parts(candidates: Any) -> list[tuple[str, list[tuple[str, nn.Module]]]]:
-    """Returns the candidates without lists whose entries another list has as well, the earlier or the longer one."""
+    """Returns the candidates without lists whose entries are all in a longer list, or in an equally long earlier one.
+    `candidates`: the lists, as `_candidates` yields them."""
     sets = [{entry for _, entry in entries} for _, entries in candidates]
 
     def is_part(i: int) -> bool:
+        """Returns whether another list has all entries of list i."""
         return any(sets[i] < other or (sets[i] == other and j < i) for j, other in enumerate(sets))
 
     return [candidate for i, candidate in enumerate(candidates) if not is_part(i)]
@@ -228,7 +232,7 @@ def _without_parts(candidates: Any) -> list[tuple[str, list[tuple[str, nn.Module
 
 def _twin_of_some(blocks: dict[str, nn.Module]) -> str:
     """Returns the reason to refuse a list's blocks if some of them get their input as two arguments, and others do not;
-    else "". The second argument is then the stream for one block, and another tensor for the next."""
+    else "". The second argument would then be the stream for one block, and another tensor for the next."""
     twins = {name: STRUCTURES[block].twin for name, block in blocks.items() if block in STRUCTURES}
     name = next((name for name, twin in twins.items() if twin is not None), None)
     if name is None or None not in twins.values():
@@ -244,7 +248,7 @@ def _noted_mixed(groups: list[Group], run_record: Record) -> list[Group]:
     refuse these later, since they need layers that are alike, and one depth."""
     notes: dict[int, str] = {}  # identity of a group → its note
     for group, other in itertools.permutations(groups, 2):
-        # the input of each call, or the tensor of which it is a rearrangement → the block, for the other group
+        # for the other group: the input of each call, and the tensors that it is a rearrangement of → the block
         calls_after = ((call, block) for block in other.blocks for call in run_record.calls.get(block, ()))
         after = {source: block for call, block in calls_after for source in run_record.sources(call.x)}
         for block in group.blocks:
@@ -327,6 +331,7 @@ def _run(model: nn.Module, blocks: list[nn.Module], example: Any) -> tuple[Recor
                 raise failed_on(model, reason) from reason
             said = str(reason).partition("\n")[0]
             return None, f"it does not take the input that its configuration tells ({type(reason).__name__}: {said})"
+        # the roles are found in a further run, with gradients, which needs the norms and the matrices of each branch
         norms = {module for module, kind in run_record.kinds.items() if kind == "norm"}
         # the last matrix of each branch → all matrices of that branch
         ends = {last: own for block in blocks for last, own in writers(block, run_record)}
@@ -339,7 +344,7 @@ def _run_of_twin(model: nn.Module, blocks: list[nn.Module], example: Any) -> tup
     runs on the CPU instead. Then the original's modules replace those of the copy in the record. To save memory, all
     rows of a matrix of the copy are views of one row."""
     names = {module: name for name, module in model.named_modules()}
-    twin, copies = copy.deepcopy(model), {}
+    twin, copies = copy.deepcopy(model), {}  # `copies`: the twin's parameter on the meta device → the one on the CPU
     for module in twin.modules():
         for name, p in module._parameters.items():
             if p is not None and p not in copies:
@@ -349,9 +354,9 @@ def _run_of_twin(model: nn.Module, blocks: list[nn.Module], example: Any) -> tup
             module._parameters[name] = None if p is None else copies[p]
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else torch.zeros_like(buffer, device="cpu")
-    inside = {block: twin.get_submodule(names[block]) for block in blocks}
+    blocks_of_twin = {block: twin.get_submodule(names[block]) for block in blocks}
     with _OneRow():  # linear layers then do not expand a row into a whole matrix in memory
-        run_record, why_no_run = _run(twin, [*inside.values()], example)
+        run_record, why_no_run = _run(twin, [*blocks_of_twin.values()], example)
     if run_record is not None:
         # the copy's module → the model's
         originals = {twin.get_submodule(name): module for module, name in names.items()}
@@ -385,8 +390,9 @@ class _OneRow(TorchFunctionMode):
 def _examine(
     entries: list[tuple[str, nn.Module]], run_record: Record | None, why_no_run: str
 ) -> tuple[dict[str, nn.Module], dict[str, Unaccounted]]:
-    """Returns the blocks of a list by their names, and for each other entry the reason why it is no block. If the
-    entries of a class differ in this, no entry counts as a block. `why_no_run`: the reason if `run_record` is None."""
+    """Returns the blocks of a list by their names, and for each other entry the reason why it is no block. If only some
+    entries of a class are blocks, no entry counts as one. `entries`: (name, module); `why_no_run`: the reason if
+    `run_record` is None."""
     blocks: dict[str, nn.Module] = {}
     reasons: dict[str, Unaccounted] = {}
     for name, entry in entries:
@@ -432,7 +438,7 @@ def _alone(model: nn.Module) -> Iterator[Group]:
 
 def _groups(model: nn.Module, path: str, blocks: dict[str, nn.Module], run_record: Record | None) -> Iterator[Group]:
     """Yields the blocks of the list at `path` as groups that may each be one stack. The blocks of a group have the same
-    number of sublayers and the same width, or the same class if no structure is known."""
+    number of sublayers and the same width, or the same class if no structure is known. `blocks`: by their names."""
     holder, listed = _called(model, parent_of(path), run_record), model.get_submodule(path)
     alike: dict[Any, dict[str, nn.Module]] = {}
     for name, block in _in_order(blocks, run_record).items():
@@ -443,7 +449,8 @@ def _groups(model: nn.Module, path: str, blocks: dict[str, nn.Module], run_recor
     for by_name in alike.values():
         members = [*by_name.values()]
         kinds = tuple({type(block) for block in members})
-        # a block without a recorded structure counts as often as it stands in the list; else its calls count
+        # The number of layers: a block with a recorded structure counts as often as a pass calls it, another block as
+        # often as it stands in the list.
         uncounted = [entry for entry in entries if entry in members and entry not in STRUCTURES]
         depth = len(uncounted) + sum(_layers(member) for member in members if member in STRUCTURES)
         # entries that are no blocks, but of a subclass of the blocks' class, are layers of the stack, too
@@ -483,23 +490,25 @@ def _layers(block: nn.Module) -> int:
 
 
 def _end(model: nn.Module, path: str, last: nn.Module, run_record: Record | None) -> End | None:
-    """Returns the norm after the stack's last block. None: there is none, or it is not the stack's. `path`: that of the
-    list of blocks; `last`: the last block."""
+    """Returns the norm after the stack's last block. None: there is none, or it is not the stack's. `path`: the path of
+    the list of blocks; `last`: the last block."""
     norm = None if run_record is None or last not in run_record.calls else norm_after(run_record, last)
     if norm is None or run_record is None or is_added_to(run_record, last):
         return None
     name = next(name for name, module in model.named_modules() if module is norm)
     is_prenorm = STRUCTURES[last].parts[-1].after is None if last in STRUCTURES else True
-    holder = parent_of(path)
-    if not is_prenorm and not _is_below(name, holder):
-        return None  # a post-norm stack ends with the norm of its last sublayer, so this one is not the stack's
+    # A post-norm stack ends with the norm of its last sublayer and needs no other. A further norm is the stack's own
+    # only if it lies in the module that holds the list; a norm outside that module belongs to what follows the stack.
+    if not is_prenorm and not _is_below(name, parent_of(path)):
+        return None
     owner = parent_of(name)
     return End(model.get_submodule(owner), owner, name.rpartition(".")[2])
 
 
 def _with_end(group: Group, run_record: Record) -> Group:
-    """Returns the group with two facts about its end norm filled in: whether the norm also reads outputs of blocks
-    before the last, and how often it is called before the first block."""
+    """Returns the group with three facts about its end norm filled in: whether the norm also reads outputs of blocks
+    before the last (`reads_elsewhere`), how often it is called before the first block (`early`), and what else it
+    norms, or which other norm reads the stack's output (`others`)."""
     end, last = group.end, group.blocks[-1]
     if end is None:
         return group
@@ -508,11 +517,13 @@ def _with_end(group: Group, run_record: Record) -> Group:
     early = sum(node.module is end.norm for node in run_record.nodes[: calls[0].first if calls else 0])
     others = ""
     if last in run_record.calls:
-        after = norms_after(run_record, last)
-        read = [norm for block in group.blocks if block in run_record.calls for norm in norms_after(run_record, block)]
-        count = sum(node.module is end.norm for node in run_record.nodes) - sum(norm is end.norm for norm in read)
-        rival = next((norm for norm in after if norm is not end.norm), None)
-        if early or count:
+        called_blocks = [block for block in group.blocks if block in run_record.calls]
+        readers = [norm for block in called_blocks for norm in norms_after(run_record, block)]
+        own_calls = sum(norm is end.norm for norm in readers)
+        # the end norm's calls on tensors that are no outputs of the blocks
+        other_calls = sum(node.module is end.norm for node in run_record.nodes) - own_calls
+        rival = next((norm for norm in norms_after(run_record, last) if norm is not end.norm), None)
+        if early or other_calls:
             others = f"the model also calls it {'before the first layer' if early else 'on another tensor'}"
         elif rival is not None:
             others = f"{named(rival)} norms the output of that stack, too"

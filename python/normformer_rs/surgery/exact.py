@@ -30,8 +30,8 @@ class Centred(Converted):
 
 
 class _Writer(NamedTuple):
-    """A module or parameter that writes the stream. `matrix`: its weights, which are centred; None: the module's output
-    is centred instead."""
+    """A module or parameter that writes the stream. `name`: its path; `matrix`: its weights, which are centred; None:
+    the module's output is centred instead."""
 
     name: str
     matrix: Matrix | None
@@ -51,6 +51,7 @@ class ExactSwap:
         self.writers: list[_Writer] = []
         refuse_meta(model, BY)
         self.flow = flow = Flow.needed(model, example, self.places)
+        # LayerNorms whose stream can be centred → the stream's writers; and the others → the reason why it cannot
         fit, self.unfit = flow.streams(self.known)
         # a norm that writes a stream is not swapped: its output is centred
         writing = {writer.module for writers in fit.values() for writer in writers}
@@ -150,11 +151,11 @@ class ExactSwap:
 
     def edited(self, swapped: Collection[nn.Module]) -> list[nn.Parameter]:
         """Returns the parameters that `apply` changes, each once. `swapped`: the old norms that are replaced."""
-        found = [writer.matrix for writer in self.writers if writer.matrix is not None]
+        matrices = [writer.matrix for writer in self.writers if writer.matrix is not None]
         for norm in swapped:
             if self.known[norm].bias is not None and self.folds(norm):
-                found += self.sites[norm].readers
-        return [*dict.fromkeys(p for matrix in found for p in matrix.parameters.values())]
+                matrices += self.sites[norm].readers
+        return [*dict.fromkeys(p for matrix in matrices for p in matrix.parameters.values())]
 
 
 _WAYS = "untie, unwrap or merge it first, or leave exact=True out"
@@ -179,10 +180,10 @@ def _found_writer(writer: Writer, name: str) -> _Writer:
     module's paths."""
     _, module, leaf = writer
     if leaf is not None:  # a bare parameter, whose last dimension is the stream's width
-        matrix = Matrix(name, module, leaf, "", getattr(module, leaf).dim() - 1)
+        matrix = Matrix(name, module, leaf, bias="", axis=getattr(module, leaf).dim() - 1)
         return _Writer(join(name, leaf), matrix, module)
     # the dimension of the weight that is the stream's width
     axis = 1 if isinstance(module, nn.Embedding) or type(module).__name__ == "Conv1D" else 0
     matrix = Matrix(name, module, "weight", "bias", axis)
-    has_rows = getattr(module._parameters.get("weight"), "ndim", 0) > 1
+    has_rows = getattr(module._parameters.get("weight"), "ndim", 0) > 1  # a norm's weight, for example, is a vector
     return _Writer(name, matrix if has_rows else None, module)

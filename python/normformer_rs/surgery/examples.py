@@ -29,6 +29,7 @@ def caller(model: nn.Module, example: Any) -> Callable[[], Any] | None:
     input is known."""
     if callable(example):
         return lambda: example(model)
+    # detached, since a traced run takes a tensor that requires a gradient for one that a matrix has computed
     example = tree_map(lambda t: t.detach() if isinstance(t, Tensor) and t.requires_grad else t, example)
     if isinstance(example, Mapping):
         return lambda: model(**example)
@@ -44,13 +45,13 @@ def quietly(model: nn.Module) -> Iterator[None]:
     """Restores training modes, buffers and random states after a `with` block. Inside it, random numbers are the same
     each time, and compiled code and torch.nn's fused evaluation are off."""
     modes = {module: module.training for module in model.modules()}
-    # the buffers, each with a copy of its numbers
     contents = [(value, copy.copy(value)) for module in modes for value in _containers(module)]
-    held = [(module, name, b, b.clone()) for module in modes for name, b in module._buffers.items() if b is not None]
+    # (module, name, buffer, copy of its numbers)
+    buffers = [(m, name, b, b.clone()) for m in modes for name, b in m._buffers.items() if b is not None]
     devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
-    numpy: Any = sys.modules.get("numpy.random")
+    numpy: Any = sys.modules.get("numpy.random")  # None: nobody has imported it, so nobody draws from it
     python_state, numpy_state = random.getstate(), numpy and numpy.get_state()
-    is_fused = torch.backends.mha.get_fastpath_enabled()  # torch.nn's fused evaluation fails without biases
+    is_fused = torch.backends.mha.get_fastpath_enabled()  # the fused evaluation, which fails without biases
     with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
         torch.default_generator.manual_seed(0)  # torch.manual_seed would seed every GPU, too
         for device in devices:
@@ -73,19 +74,20 @@ def quietly(model: nn.Module) -> Iterator[None]:
                     container.clear()
                     (container.extend if isinstance(container, list | collections.deque) else container.update)(before)
             with torch.no_grad(), torch._C.DisableTorchFunction():  # a recorded run must not see these copies
-                for owner, name, buffer, value in held:
+                for owner, name, buffer, value in buffers:
                     owner._buffers[name] = buffer
                     buffer.copy_(value)
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """Returns whether two containers hold the same objects."""
-    if isinstance(one, dict):
-        return list(one) == list(other) and _is_same([*one.values()], [*other.values()])
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other))
+def _is_same(container: Any, other: Any) -> bool:
+    """Returns whether two containers hold the same objects in the same order."""
+    if isinstance(container, dict):
+        return list(container) == list(other) and _is_same([*container.values()], [*other.values()])
+    return len(container) == len(other) and all(a is b for a, b in zip(container, other))
 
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))
+"""The attributes that every module has, such as the dictionary of its children."""
 
 
 def _containers(module: nn.Module) -> Iterator[Any]:
@@ -98,14 +100,14 @@ def _containers(module: nn.Module) -> Iterator[Any]:
 def _made(model: nn.Module) -> dict[str, Tensor] | None:
     """Returns keyword arguments made for a model. None: no input is known."""
     config = getattr(model, "config", None)
-    p = next(model.parameters(), None)
+    p = next(model.parameters(), None)  # gives the dtype and device of the input
     if p is None:
         return None
     if type(model).__module__.startswith("timm."):  # its models take images
         settings = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
         size = settings.get("input_size", (3, 224, 224))
         embed: Any = getattr(model, "patch_embed", None)
-        size = (size[0], *(getattr(embed, "img_size", None) or size[1:]))
+        size = (size[0], *(getattr(embed, "img_size", None) or size[1:]))  # (channels, height, width)
         return {"x": _numbers(p, 2, *size)}
     if isinstance(model, _ENCODERS + _DECODERS + _WHOLE):
         return _of_torchs(model, p)
@@ -122,12 +124,14 @@ def _of_torchs(model: nn.Module, p: Tensor) -> dict[str, Tensor] | None:
         return None
     names = ("src",) if isinstance(model, _ENCODERS) else ("tgt", "memory")
     names = ("src", "tgt") if isinstance(model, _WHOLE) else names
+    # two rows of 3 vectors in the first input, and of 4 in the second
     given = {name: _numbers(p, 2, length, attention.embed_dim) for name, length in zip(names, (3, 4))}
     return {name: x if attention.batch_first else x.transpose(0, 1) for name, x in given.items()}
 
 
 def _numbers(p: Tensor, *shape: int) -> Tensor:
-    """Returns random numbers of a parameter's dtype, on its device. torch's random state does not change."""
+    """Returns random numbers of this shape, with the dtype and device of the parameter p. torch's random state does not
+    change."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu").to(p.device, p.dtype)
 
 
@@ -135,6 +139,7 @@ def _of_transformers(model: Any, config: Any, p: Tensor) -> dict[str, Tensor] | 
     """Returns inputs for a Hugging Face model: tokens, images or audio, as its configuration says. `p`: a parameter,
     for dtype and device. None: the model's main input is of another kind."""
     name = getattr(model, "main_input_name", "input_ids")
+    # the configurations of the parts that read text and images; the model's own if a part has none
     text, vision = (_sub(config, *names) for names in (("text_config", "decoder"), ("vision_config",)))
     given: dict[str, Tensor] = {}
     # a text classifier finds each row's last token by the padding; without a padding token it accepts only one row
@@ -155,10 +160,10 @@ def _of_transformers(model: Any, config: Any, p: Tensor) -> dict[str, Tensor] | 
         channels = getattr(vision, "num_channels", 3)
         frames = getattr(config, "num_frames", None)  # models of videos have it
         given["pixel_values"] = _numbers(p, 1, *([frames] if frames else []), channels, height, width)
-        if "input_ids" in given:  # two images for the two rows of tokens
+        if "input_ids" in given:  # the same image twice, for the two rows of tokens
             given["pixel_values"] = given["pixel_values"].expand(2, *given["pixel_values"].shape[1:])
     if name in ("input_features", "input_values"):
-        bins = getattr(config, "num_mel_bins", None)  # models that read spectrograms have it
+        bins = getattr(config, "num_mel_bins", None)  # models that read spectrograms have it; others read sound waves
         length = 2 * getattr(config, "max_source_positions", 200)  # Whisper's convolutions halve it
         if name == "input_values" and bins:
             given[name] = _numbers(p, 1, getattr(config, "max_length", 64), bins)

@@ -56,18 +56,20 @@ class Flow:
         modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         attentions = [module for module in modules if whole and type(module).forward in _ATTENTIONS]
         self.found: Record = record(model, modules, self._runs, attentions)
+        """The record of the runs."""
         self.readers: dict[Key, list[Node]] = {}
         """For each tensor, the operations that read it."""
         for node in self.found.nodes:
             for tensor in dict.fromkeys(node.inputs):
                 self.readers.setdefault(tensor, []).append(node)
-        own = (
+        held = (
             (module, leaf, t)
             for module in model.modules()
             for leaf, t in (*module._parameters.items(), *module._buffers.items())
         )
-        self.held = {id(t): (module, leaf) for module, leaf, t in own if t is not None}
+        self.held = {id(t): (module, leaf) for module, leaf, t in held if t is not None}
         """The identity of each parameter and buffer → its module and its name there."""
+        # a key is (identity, version)
         self.raw = {k[0]: node for node in self.found.nodes if node.module is None for k in node.inputs}
         """The identity of a tensor → the last operation that read it outside a module that counts as one operation."""
 
@@ -160,7 +162,8 @@ class Flow:
         return {norm: f"the model does not call it: {said}" for norm in norms if (said := self._read_raw(norm))}
 
     def _read_raw(self, module: nn.Module) -> str:
-        """Returns a message if an operation outside a module's own calls reads one of its parameters, else ""."""
+        """Returns a message if an operation outside a module's own calls reads one of its parameters, else "". Folding
+        would change that operation's result, too."""
         node = next((self.raw[id(p)] for p in module.parameters(recurse=False) if id(p) in self.raw), None)
         return "" if node is None else f"the operation {node.what} reads its weight"
 
@@ -168,19 +171,19 @@ class Flow:
         """Yields the norms that are written as operations in a module's forward: the path of the innermost such module,
         the module, and a message."""
         values = {key(t): t for t in tensors_in(self.found.alive)}  # all tensors of the run
-        # calls are sorted by their number of operations, so that the innermost module comes first
+        # (number of operations, call, module), sorted so that the innermost of nested calls comes first
         spans = sorted(
             ((call.last - call.first, call, module) for module, calls in self.found.calls.items() for call in calls),
             key=lambda span: span[0],
         )
-        found: dict[nn.Module, str] = {}
+        norming: dict[nn.Module, str] = {}  # innermost module → the operation in its forward that norms
         # operations that read the parameters of an uncalled norm are left out: `only_read` reports them
-        own = {id(p) for norm in self.only_read() for p in norm.parameters(recurse=False)}
+        reported = {id(p) for norm in self.only_read() for p in norm.parameters(recurse=False)}
         for number, node in enumerate(self.found.nodes):
-            if node.module is None and own.isdisjoint(k[0] for k in node.inputs) and _norms_rows(node, values):
+            if node.module is None and reported.isdisjoint(k[0] for k in node.inputs) and _norms_rows(node, values):
                 inside = (module for _, call, module in spans if call.first <= number < call.last)
-                found.setdefault(next(inside, self.model), node.what)
-        for module, what in found.items():
+                norming.setdefault(next(inside, self.model), node.what)
+        for module, what in norming.items():
             yield self.name(module), module, f"the operation {what} in its forward norms rows, and no module does"
 
     def check_calls(self, exchanged: Mapping[nn.Module, nn.Module], by: str) -> None:
@@ -217,7 +220,7 @@ class Flow:
         for norm in self.norms(known):
             site = site_of[norm] = Site({*self.places.modules[norm]}, self._read_raw(norm))
             try:
-                read = [found for node in self.calls(norm) for found in self._linears(node)]
+                read = [matrix_and_call for node in self.calls(norm) for matrix_and_call in self._linears(node)]
             except Stranger as reason:
                 site.fault = str(reason)
                 continue
@@ -232,15 +235,16 @@ class Flow:
 
     def _faults(self, site: Site, sources: Mapping[Matrix, Mapping[int, nn.Module]], has_bias: bool) -> Iterator[str]:
         """Yields the reasons why a norm cannot be folded into the linear layers that read it; empty strings do not
-        count. `has_bias`: whether the norm has a bias, which is folded into the layers' biases."""
-        layers = {name for matrix in site.readers for name in self.places.modules[matrix.owner]}
+        count. `site`: the norm's, with its readers; `sources`: as in `sites`; `has_bias`: whether the norm has a bias,
+        which is folded into the layers' biases."""
+        layers = {name for matrix in site.readers for name in self.places.modules[matrix.owner]}  # all their names
         for matrix in site.readers:
             name, owner, norm_of_call = matrix.name, matrix.owner, sources[matrix]
             # some call of the layer reads no norm, or its calls read several norms
             reads_others = len(self.calls(owner)) > len(norm_of_call) or len({*norm_of_call.values()}) > 1
             yield f"{name} reads something else, too" if reads_others else ""
-            raw = self._read_raw(owner)
-            yield f"{name} is called, and {raw}" if raw else ""
+            read_elsewhere = self._read_raw(owner)
+            yield f"{name} is called, and {read_elsewhere}" if read_elsewhere else ""
             yield self._merged(name, owner) if has_bias and matrix.offsets() is None else ""
         tied = self.places.tied(site.readers)
         yield f"{tied} shares a parameter with another layer" if tied else ""
@@ -252,7 +256,7 @@ class Flow:
     def _linears(self, node: Node) -> Iterator[tuple[Matrix, int]]:
         """Yields the linear layers that read the output of a norm's call, each with the identity of the reading call.
         Errors: Stranger if anything else reads the output."""
-        todo, width = [*node.outputs], node.made[0][-1:]
+        todo, columns = [*node.outputs], node.made[0][-1:]  # the last dimension of the norm's output, as a tuple
         for tensor in each_once(todo):  # the loop appends tensors that still hold the norm's columns
             if tensor in self.found.returned:
                 raise Stranger("the model returns it")
@@ -264,7 +268,7 @@ class Flow:
                     yield Matrix(self.name(reader.module), reader.module, "weight", "bias", axis), id(reader)
                 elif projections := self._projections(reader, tensor):
                     yield from ((matrix, id(reader)) for matrix in projections)
-                elif (is_identity or reader.what in UNCHANGED) and all(size[-1:] == width for size in reader.made):
+                elif (is_identity or reader.what in UNCHANGED) and all(shape[-1:] == columns for shape in reader.made):
                     todo += reader.outputs
                 elif reader.outputs[0] != tensor:  # an operation that returns this very tensor does not use its numbers
                     raise Stranger(f"{self._described(reader)} reads it, too")
@@ -278,9 +282,9 @@ class Flow:
         stacked = Matrix(self.name(owner), owner, "in_proj_weight", "in_proj_bias", 0)
         shares = stacked_rows(owner)
         # inputs 0, 1 and 2 are those of queries, keys and values; the output gate reads input 0, too
-        found = [stacked._replace(share=shares[i]) for i in range(3) if reader.inputs[i] == tensor]
+        matrices = [stacked._replace(share=shares[i]) for i in range(3) if reader.inputs[i] == tensor]
         gate = getattr(owner, "gate", None) if reader.inputs[0] == tensor else None
-        return found if gate is None else [*found, Matrix(self.name(gate), gate, "weight", "bias", 0)]
+        return matrices if gate is None else [*matrices, Matrix(self.name(gate), gate, "weight", "bias", 0)]
 
     def _merged(self, name: str, linear: nn.Module) -> str:
         """Returns the reason why no bias can be added to a linear layer, or "". The reason is a module around it that
@@ -334,9 +338,9 @@ class Flow:
                     continue
                 # sums, moves and multiplications by a number keep the mean of a row at 0, if its columns stay
                 keeps = reader.what in ADDITIONS | _PASSES | {str(RESIDUAL)} or reader.factor is not None
-                if not keeps or any(size[-1:] != (width,) for size in reader.made):
+                if not keeps or any(shape[-1:] != (width,) for shape in reader.made):
                     raise Stranger(f"{self._described(reader)} reads the residual stream")
-                todo += [out for out in reader.outputs if out != tensor]
+                todo += [output for output in reader.outputs if output != tensor]
         return [*writers]
 
     def _width(self, tensor: Key) -> int:
@@ -345,8 +349,9 @@ class Flow:
         return node.shapes[node.inputs.index(tensor)][-1]
 
     def _sources(self, tensor: Key, width: int, writers: dict[Writer, None]) -> list[Key]:
-        """Returns the tensors of the stream that `tensor` is computed from. If `tensor` is a parameter or a module's
-        output instead, adds that to `writers`, and returns nothing. Errors: Stranger if anything else computes it."""
+        """Returns the tensors of the stream, of `width` columns, that `tensor` is computed from. If `tensor` is a
+        parameter or a module's output instead, adds that to `writers`, and returns nothing. Errors: Stranger if
+        anything else computes it."""
         if tensor[0] in self.held:
             module, leaf = self.held[tensor[0]]
             writers[Writer(join(self.name(module), leaf), module, leaf)] = None
@@ -358,20 +363,20 @@ class Flow:
         if node.what in ("linear", "embedding", "scale", "norm") and node.module is not None:
             writers[Writer(self.name(node.module), node.module, None)] = None
             return []
-        # an attention counts as one operation, and its output matrix writes the stream
+        # an attention counts as one operation, whose output matrix writes the stream unless a scheme acts after it
         if node.what == "attention" and node.outputs[0] == tensor and not _changes(node.module, "after_output"):
             attention: Any = node.module
             if said := disturbed(self.name(attention), attention):
                 raise Stranger(said)
             writers[Writer(self.name(attention.out_proj), attention.out_proj, None)] = None
             return []
-        size = node.made[node.outputs.index(tensor)]
+        made_shape = node.made[node.outputs.index(tensor)]
         # with two arguments, the residual operator is an addition
         is_sum = node.what in ADDITIONS or (node.what == str(RESIDUAL) and len(node.inputs) == 2)
         if is_sum or node.what in _PASSES or node.factor is not None:
             operands = [k for k, shape in zip(node.inputs, node.shapes) if shape[-1:] == (width,)]
             # an operand of another width, such as one column, would be added to every column
-            if size[-1:] == (width,) and len(operands) == len(node.inputs):
+            if made_shape[-1:] == (width,) and len(operands) == len(node.inputs):
                 return operands
         conv = self._convolution(node, width)
         if conv is None:
@@ -393,16 +398,16 @@ def _changes(attention: Any, *points: str) -> bool:
 
 
 def _norms_rows(node: Node, values: Mapping[Key, Tensor]) -> bool:
-    """Returns whether an operation is a norm over the last dimension, or a product whose rows all have the same length
-    although those of its factor differ. `values`: the tensors of the run."""
+    """Returns whether an operation is a norm over the last dimension, or a product y = x·(factor for each row) whose
+    rows all have the same length although those of x differ. `values`: the tensors of the run."""
     if node.what in ("layer_norm", "rms_norm"):
         return True
     if node.what not in TIMES | {"normalize"} or node.factor is not None or node.made[0][-1] < 4:
         return False  # rows of fewer than 4 numbers may have equal lengths by chance
     y, x = values.get(node.outputs[0]), None
     for tensor, shape in zip(node.inputs, node.shapes):
-        x = values.get(tensor) if shape == node.made[0] else x  # the factor of y's shape; the other one scales its rows
-    # a norm makes lengths that differ by more than 5 % equal to 1 %
+        x = values.get(tensor) if shape == node.made[0] else x  # x is the operand of y's shape
+    # a norm gives rows whose lengths differ by more than 5 % the same length, up to 1 %
     return x is not None and y is not None and _spread(y) < 0.01 and _spread(x) > 0.05
 
 

@@ -74,21 +74,21 @@ def _fold_norms(model: nn.Module, names: Collection[str] | None, example: Any, e
     """Finds the norms, proves by a trial fold that the outputs do not change, and folds. Returns the table."""
     by = edits.title
     refuse_meta(model, by)
-    found, flow = _found(model, by, example)
+    sites, flow = _found(model, by, example)
     wanted = {*(names or ())}
     # norms that are not to be folded get that as their fault
-    for site in found.values() if names is not None else ():
+    for site in sites.values() if names is not None else ():
         site.fault = site.fault or ("" if site.names & wanted else "it was not folded before it was saved")
-    _prove(model, found, flow, edits)
-    rows = _fold_all(model, found, edits)
+    _prove(model, sites, flow, edits)
+    rows = _fold_all(model, sites, edits)
     edits.done()
     return Swaps(by, rows, edits)
 
 
-def _prove(model: nn.Module, found: dict[nn.Module, Site], flow: Flow, edits: Edits) -> None:
+def _prove(model: nn.Module, sites: dict[nn.Module, Site], flow: Flow, edits: Edits) -> None:
     """Folds as a trial, compares the model's outputs, and restores everything. Errors: InputError if the outputs
     change. For the trial, constant parameters get random numbers, since gains of 1 and weights of 0 would hide a
-    difference."""
+    difference. `sites`: each norm with the layers that read it; `flow`: runs the model."""
     trial, state = Edits(model, edits.title), edits.state
     assert state is not None
     trial.state = state  # shared, so that restoring it also takes the trial's changes back
@@ -101,7 +101,7 @@ def _prove(model: nn.Module, found: dict[nn.Module, Site], flow: Flow, edits: Ed
                 size = 0.3 if p.dim() < 2 else p.shape[-1] ** -0.5
                 p.add_((size * torch.randn(p.shape, generator=random)).to(p))
         before = flow.outputs()
-        _fold_all(model, found, trial)
+        _fold_all(model, sites, trial)
         flow.check(before, edits.title)
     finally:
         state.restore()
@@ -114,13 +114,13 @@ def _is_constant(p: nn.Parameter) -> bool:
     return is_plain and p.numel() > 0 and bool((p == p.flatten()[0]).all())
 
 
-def _fold_all(model: nn.Module, found: dict[nn.Module, Site], edits: Edits) -> list[Row]:
-    """Folds every norm of `found` that can be folded. Returns a row of the table for each norm, with the reason if it
+def _fold_all(model: nn.Module, sites: dict[nn.Module, Site], edits: Edits) -> list[Row]:
+    """Folds every norm of `sites` that can be folded. Returns a row of the table for each norm, with the reason if it
     stays."""
     rows: list[Row] = []
-    folded: dict[nn.Module, nn.Module] = {}
+    folded: dict[nn.Module, nn.Module] = {}  # norm → the norm without weights that replaces it
     adds_biases = False
-    for norm, site in found.items():
+    for norm, site in sites.items():
         known, kind, name = read_norm(norm), type(norm).__name__, min(site.names)
         # the names of the norm's gain and bias; a norm without both has nothing to fold
         learned = [] if known is None else [leaf for leaf in (known.gain, known.bias) if leaf is not None]
@@ -132,11 +132,11 @@ def _fold_all(model: nn.Module, found: dict[nn.Module, Site], edits: Edits) -> l
             note = f"{', '.join(learned)} into {site.said}"
             rows += [Row(name, kind, f"{type(folded[norm]).__name__}, unweighted", note) for name in sorted(site.names)]
             adds_biases |= _fold(norm, known, site, edits)
-    rows += replace(model, [(name, norm) for norm in folded for name in sorted(found[norm].names)], folded, edits)
+    rows += replace(model, [(name, norm) for norm in folded for name in sorted(sites[norm].names)], folded, edits)
     if folded:
-        names = sorted(name for norm in folded for name in found[norm].names)
-        how = {"fold_norms": True, "names": names, **({"biases": True} if adds_biases else {})}
-        mark(model, "folded", "norms", edits, how)
+        names = sorted(name for norm in folded for name in sites[norm].names)
+        record = {"fold_norms": True, "names": names, **({"biases": True} if adds_biases else {})}
+        mark(model, "folded", "norms", edits, record)  # notes the fold in a Hugging Face configuration
     return rows
 
 
@@ -144,19 +144,19 @@ def _found(model: nn.Module, by: str, example: Any) -> tuple[dict[nn.Module, Sit
     """Runs the model in both modes. Returns the norms that it calls, each with the linear layers that read it, and the
     flow. Errors: InputError if none can be folded."""
     flow = Flow.needed(model, example, Places(model), modes=(False, True))
-    found = flow.sites({module: known for module in model.modules() if (known := read_norm(module)) is not None})
-    if found and all(site.fault for site in found.values()):
-        name, fault = next((min(site.names), site.fault) for site in found.values())
+    sites = flow.sites({module: known for module in model.modules() if (known := read_norm(module)) is not None})
+    if sites and all(site.fault for site in sites.values()):
+        name, fault = next((min(site.names), site.fault) for site in sites.values())
         title = type(model).__name__
         raise InputError(f"{by} finds no norm of {title} that linear layers alone read: of {name}, {fault}")
-    if not found:
+    if not sites:
         raise InputError(f"{by} finds no norm in {type(model).__name__}'s run that it knows")
-    return found, flow
+    return sites, flow
 
 
 def _fold(norm: nn.Module, known: RecognisedNorm, site: Site, edits: Edits) -> bool:
     """Folds γ and β of a norm into the linear layers that read it (`site.readers`). Returns True if a layer had no bias
-    and got one."""
+    and got one. `known`: the norm's description, by which γ is factor·(offset + its parameter)."""
     gain = None if known.gain is None else known.factor * (known.offset + widened(getattr(norm, known.gain)))
     bias = None if known.bias is None else getattr(norm, known.bias)
     exchange: Exchange = {}  # the weight of a layer with a new bias → that weight and the bias
@@ -164,8 +164,8 @@ def _fold(norm: nn.Module, known: RecognisedNorm, site: Site, edits: Edits) -> b
         if bias is not None and matrix.offsets() is None:
             edits.remember(matrix.owner)
             matrix.add_bias()
-            weight, new = matrix.parameters[matrix.weight], matrix.parameters[matrix.bias]
-            exchange[weight] = [(join(matrix.name, matrix.weight), weight), (join(matrix.name, matrix.bias), new)]
+            weight, new_bias = matrix.parameters[matrix.weight], matrix.parameters[matrix.bias]
+            exchange[weight] = [(join(matrix.name, matrix.weight), weight), (join(matrix.name, matrix.bias), new_bias)]
     watch(exchange, {}, edits)  # optimizers then warn if they do not have the new biases
     edits.remember_values([*dict.fromkeys(p for matrix in site.readers for p in matrix.parameters.values())])
     for matrix in site.readers:
@@ -250,15 +250,17 @@ def _stacks(model: nn.Module) -> Iterator[Iterator[_Site]]:
                 layers = [*model.get_submodule(f"{stack}.layers").named_children()]
                 yield (site for i, layer in layers for site in _sites(layer, layer, Place(model.config, stack, int(i))))
         return
+    # key of a stack → its blocks in order: (block, the module that has the scheme's parameters, place)
     stacks: dict[Any, list[tuple[nn.Module, nn.Module, Place]]] = {}
     for name, block in model.named_modules():
         owner, place = residual_of(block) or block, place_of(block)
         # a swapped block, or a layer of `normformer_rs.nn`
         if place is not None and (owner is not block or isinstance(block, Layer)):
-            listed = parent_of(name.replace("._orig_mod", "").replace("._checkpoint_wrapped_module", ""))
+            # the path of the list, without the attributes of torch.compile's and checkpoints' wrappers
+            list_path = parent_of(name.replace("._orig_mod", "").replace("._checkpoint_wrapped_module", ""))
             # layers of one list, class, number of sublayers and width form one stack
-            alike = type(block), len(place.sublayers), place.config.d_model
-            stacks.setdefault((listed, *alike), []).append((block, owner, place))
+            kind = type(block), len(place.sublayers), place.config.d_model
+            stacks.setdefault((list_path, *kind), []).append((block, owner, place))
     for blocks in stacks.values():
         yield (site for block, owner, place in blocks for site in _sites(block, owner, place))
 

@@ -49,14 +49,17 @@ def hand_over(old: nn.Module, new: nn.Module) -> None:
         if hooks in old.__dict__:
             new.__dict__[hooks] = old.__dict__[hooks]
     kinds: tuple[Any, Any] = type(old), type(new)
-    own = _ATTRIBUTES_OF_ALL.union({HANDED_ON}, *map(_names_in, kinds))
-    new.__dict__.update({name: value for name, value in vars(old).items() if name not in own and _is_plain(value)})
+    known_names = _ATTRIBUTES_OF_ALL.union({HANDED_ON}, *map(_names_in, kinds))
+    written_by_others = {
+        name: value for name, value in vars(old).items() if name not in known_names and _is_plain(value)
+    }
+    new.__dict__.update(written_by_others)
     if "_is_hf_initialized" not in vars(old):  # `new` may have marked itself; transformers would then not initialise it
         new.__dict__.pop("_is_hf_initialized", None)
-    # if a swap converted `old`, this is the class that changes its behaviour, such as StreamNorm
-    how = getattr(type(old), "_nfrs_how", None)
-    if getattr(how, "goes_over", False) and not isinstance(new, Converted):
-        reclass(new, converted_class(type(new), how))
+    # the class that changes the behaviour of `old`, such as StreamNorm, if a swap converted `old`
+    behaviour = getattr(type(old), "_nfrs_how", None)
+    if getattr(behaviour, "goes_over", False) and not isinstance(new, Converted):
+        reclass(new, converted_class(type(new), behaviour))
     _hand_over_accelerates(old, new)
 
 
@@ -124,7 +127,7 @@ def reclass(module: nn.Module, kind: type[nn.Module]) -> None:
 
 def rebind_forward(module: nn.Module) -> None:
     """Replaces the copy of a class's forward in the instance, if there is one, by the forward of the present class.
-    accelerate stores it as `_old_forward` or, once its hook was removed, as `forward`."""
+    accelerate stores that copy as `_old_forward` or, once its hook was removed, as `forward`."""
     name = "_old_forward" if has_accelerates_hook(module) else "forward"
     if name in vars(module):
         module.__dict__[name] = types.MethodType(type(module).forward, module)
@@ -200,11 +203,12 @@ def hand_over_plain(old: Tensor, new: Tensor) -> None:
 def refuse_held(name: str, old: Tensor, new: Tensor) -> None:
     """Raises InputError if the parameter `old` has a hook or attribute that `new` in its place cannot have."""
     refuse_hooked(name, old)
-    # the first thing that cannot be handed over, for the message
+    # `held`: the first thing that cannot be handed over, for the message; "": all can
     held = "" if old.shape == new.shape or not old._backward_hooks else "a gradient hook (register_hook)"
     for attribute, value in vars(old).items():
-        goes = _is_plain(value) or attribute.startswith("_dynamo")
-        if not goes and not (attribute in _OF_SHAPE and old.shape == new.shape):
+        # plain values are copied, and Dynamo's marks are left behind
+        is_plain_or_dynamos = _is_plain(value) or attribute.startswith("_dynamo")
+        if not is_plain_or_dynamos and not (attribute in _OF_SHAPE and old.shape == new.shape):
             held = held or f"the attribute {attribute}, a {type(value).__name__}"
     if held:
         change = "" if old.shape == new.shape else f" of shape {tuple(new.shape)} instead of {tuple(old.shape)}"

@@ -21,7 +21,7 @@ def initialise(group: Group, place: Place, edits: Edits) -> list[nn.Parameter]:
     drawn = []
     for i, block in enumerate(group.blocks):
         here = place.at(i)
-        for j, part in enumerate(parts_of(block)):
+        for j, part in enumerate(parts_of(block)):  # j is the sublayer's number in the block
             for linear in part.linears:
                 if not linear.roles:  # without a known role there are no initial values for it
                     continue
@@ -30,17 +30,18 @@ def initialise(group: Group, place: Place, edits: Edits) -> list[nn.Parameter]:
                 edits.remember_values(parameters)
                 drawn += parameters
                 transposed = is_transposed(block, linear.path)
-                by_rows = weight.T.contiguous() if transposed else weight  # filling contiguous rows is 5 times faster
+                # A transposed weight is drawn in a copy and written back: filling contiguous rows is 5 times faster.
+                by_rows = weight.T.contiguous() if transposed else weight
                 _draw(linear, by_rows, bias, here, j)
                 if transposed:
                     weight.copy_(by_rows.T)
                 weight.mul_(linear.factor)
             for linear in part.experts:
-                stack = block.get_parameter(linear.path)
+                stacked_matrices = block.get_parameter(linear.path)  # one matrix for each expert
                 if linear.roles:
-                    edits.remember_values([stack])
-                    drawn.append(stack)
-                    for matrix in stack:
+                    edits.remember_values([stacked_matrices])
+                    drawn.append(stacked_matrices)
+                    for matrix in stacked_matrices:
                         _draw(linear, matrix.T if linear.is_transposed else matrix, None, here, j)
     return drawn
 
@@ -52,25 +53,26 @@ def _draw(linear: Linear, weight: Tensor, bias: Tensor | None, place: Place, sub
         draw_linear(weight, bias, linear.roles, place, sublayer)
         return
     for role in linear.roles:
-        index = linear.rows_of(role, weight.shape[0])
-        first, last = index[0], index[-1] + 1
-        if last - first == len(index):  # adjacent rows can be drawn in place
-            draw_linear(weight[first:last], None if bias is None else bias[first:last], (role,), place, sublayer)
+        numbers = linear.rows_of(role, weight.shape[0])
+        first, end = numbers[0], numbers[-1] + 1
+        if end - first == len(numbers):  # adjacent rows can be drawn in place
+            draw_linear(weight[first:end], None if bias is None else bias[first:end], (role,), place, sublayer)
             continue
         # other rows are drawn beside the matrix, and then copied into it
-        at = torch.tensor(index, device=weight.device)
-        rows = weight.new_empty(len(index), weight.shape[1])
-        part_of_bias = weight.new_empty(len(index)) if bias is None else bias[at]
+        index = torch.tensor(numbers, device=weight.device)
+        rows = weight.new_empty(len(numbers), weight.shape[1])
+        part_of_bias = weight.new_empty(len(numbers)) if bias is None else bias[index]
         draw_linear(rows, None if bias is None else part_of_bias, (role,), place, sublayer)
-        weight[at] = rows
+        weight[index] = rows
         if bias is not None:
-            bias[at] = part_of_bias
+            bias[index] = part_of_bias
 
 
 def unreached(block: nn.Module, beside: Sequence[nn.Module] = ()) -> list[str]:
     """Returns the names of a block's matrices that `initialise` leaves as they are, because they have no known role:
-    routers, convolutions, embeddings, latent projections. `beside`: further blocks whose matrices are known, too."""
-    parts = [part for known_block in (block, *beside) for part in parts_of(known_block)]
+    routers, convolutions, embeddings, latent projections. `beside`: views of the block, one for each layer of a loop
+    (loops.py), whose matrices are known, too."""
+    parts = [part for view in (block, *beside) for part in parts_of(view)]
     linears = [linear for part in parts for linear in part.linears if linear.roles]
     experts = [linear for part in parts for linear in part.experts if linear.roles]
     known = {weight_and_bias(block, linear.path)[0] for linear in linears}
@@ -89,12 +91,12 @@ def silence_biases(group: Group, edits: Edits) -> list[nn.Parameter]:
         for part in parts_of(block)
         for linear in part.linears
     ]
-    found = [bias for bias in biases if bias is not None]
-    edits.remember_values(found)
-    for bias in found:
+    present = [bias for bias in biases if bias is not None]
+    edits.remember_values(present)
+    for bias in present:
         bias.zero_()
         bias.requires_grad_(False)
-    return found
+    return present
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from .probe import KINDS
 from .residuals import swap_residuals
 
 _MOST, _DEEPEST = 1000, 10_000
-"""Upper limits for a file: of the number of swaps, and of the number of layers in a saved `depth`."""
+"""Upper limits for a config.json: of the number of swaps, and of the number of layers in a saved `depth`."""
 
 
 def load_swapped(
@@ -67,6 +67,7 @@ def load_swapped(
     hub = {name: options[name] for name in ("revision", "token", "cache_dir", "subfolder") if name in options}
     config = copy.copy(options.pop("config", None)) or read_config(folder, kind, **hub)
     swaps = [] if swap is not None else _swaps(config, folder, trust)
+    # "part": only a part of the model was swapped. Marks without swaps: it was swapped with modules around it.
     marks = getattr(config, KEY, {})
     if swap is None and isinstance(marks, Mapping) and ("part" in marks or (marks and not swaps)):
         raise InputError(
@@ -98,9 +99,11 @@ def load_swapped(
             f"{folder}: its weights have other shapes than the swaps that its config.json names, as the report above "
             "says: pass swap=, a function that swaps as the saved model was"
         ) from error
+    # the last names of parameters and buffers that only the model has, or only the file
     missing = {name.rpartition(".")[2] for name in report["missing_keys"]}
     unexpected = {name.rpartition(".")[2] for name in report["unexpected_keys"]}
-    # if the file lacks a marking buffer under every path, its weights are of a model without that swap
+    # A swap marks its modules by a buffer (marker.py). If the file has that buffer at no path, its weights are of a
+    # model without the swap.
     if swaps and (lost := sorted(leaf for leaf in missing - unexpected if leaf.startswith(MARKS))):
         raise InputError(
             f"{folder}: its weights are of no model with {lost[0]}, a swap that its config.json names: load it with "
@@ -110,7 +113,7 @@ def load_swapped(
     return (model, report) if wants_report else model
 
 
-LOAD.append(load_swapped)
+LOAD.append(load_swapped)  # configuration.py finds the function there, since it cannot import this module
 
 
 def _model_class(kind: Any, config: Any, folder: Any, transformers: Any) -> Any:
@@ -119,7 +122,8 @@ def _model_class(kind: Any, config: Any, folder: Any, transformers: Any) -> Any:
     architectures = getattr(config, "architectures", None)
     names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
     if kind is None:
-        kind = next((found for name in names if (found := getattr(transformers, name, None)) is not None), None)
+        classes = (getattr(transformers, name, None) for name in names)
+        kind = next((named_class for named_class in classes if named_class is not None), None)
     if kind is None:
         raise InputError(f"{folder}'s config.json names no class of transformers as its architecture: pass kind=")
     if getattr(kind, "_model_mapping", None) is not None:  # AutoModel and its like
@@ -136,7 +140,7 @@ def _model_class(kind: Any, config: Any, folder: Any, transformers: Any) -> Any:
 
 def _class(kind: Any, again: Callable[[nn.Module], None]) -> Any:
     """Returns a subclass of the stock class `kind`, with its name and module, whose models are swapped as they are
-    built. `again`: makes the swaps."""
+    built. `again`: makes the swaps in a stock model."""
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         """The subclass's __init__: builds the stock model on the CPU and repeats the swaps."""
@@ -147,7 +151,8 @@ def _class(kind: Any, again: Callable[[nn.Module], None]) -> Any:
                     if p.is_floating_point():
                         p.uniform_(-0.1, 0.1)  # the loader leaves uninitialised memory, and the swaps run the model
             for name, source in dict(getattr(self, "all_tied_weights_keys", None) or {}).items():
-                owner, _, leaf = name.rpartition(".")  # the loader ties weights last, but swaps must see tied weights
+                # the loader ties weights last, but the swaps must see which ones are tied
+                owner, _, leaf = name.rpartition(".")
                 setattr(self.get_submodule(owner), leaf, self.get_parameter(source))
             again(self.eval())
             for module in self.modules():  # so that the loader fills buffers that no file holds
@@ -170,6 +175,7 @@ def _swaps(config: Any, folder: Any, trust: bool) -> list[Mapping[str, Any]]:
         )
     for number, entry in enumerate(swaps, 1):
         where = f"{folder}'s config.json: swap {number}"
+        # the swaps that the entry names: swap_norms, swap_residuals or fold_norms
         kinds = [name for name in _CHECKS if name in entry] if isinstance(entry, Mapping) else []
         if len(kinds) != 1:
             raise InputError(f"{where} must be an object with one of {', '.join(_CHECKS)}; got {_shown(entry)}")
@@ -210,12 +216,12 @@ def _defaults(make: Any) -> dict[str, Any]:
     class, or a `functools.partial` of it."""
     kind = getattr(make, "func", make)  # the class of a family is a partial with the family's settings
     parents = kind.__mro__[: kind.__mro__.index(nn.Module)]
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for function in (vars(parent)["__init__"] for parent in parents if "__init__" in vars(parent)):
         for name, p in inspect.signature(function).parameters.items():
             if p.default is not p.empty and name not in ("device", "dtype", "process_group"):
-                found.setdefault(name, p.default)
-    return found
+                defaults.setdefault(name, p.default)
+    return defaults
 
 
 def _is_like(value: Any, default: Any) -> bool:
@@ -228,7 +234,7 @@ def _is_like(value: Any, default: Any) -> bool:
 
 
 def _check_residuals(entry: Mapping[str, Any], where: str) -> None:
-    """Raises InputError if an entry of `swap_residuals` is damaged."""
+    """Raises InputError if an entry of `swap_residuals` is damaged. `where`: the entry's place, for messages."""
     if not isinstance(entry["swap_residuals"], (str, Mapping)):
         raise InputError(f"{where}: swap_residuals must name a scheme, or declare one; got {_shown(entry)}")
     # a file names no init, because its weights are loaded
@@ -246,7 +252,7 @@ def _check_residuals(entry: Mapping[str, Any], where: str) -> None:
 
 
 def _check_fold(entry: Mapping[str, Any], where: str) -> None:
-    """Raises InputError if an entry of `fold_norms` is damaged."""
+    """Raises InputError if an entry of `fold_norms` is damaged. `where`: the entry's place, for messages."""
     if entry["fold_norms"] is not True or entry.keys() - {"fold_norms", "names", "biases"}:
         raise InputError(f"{where}: fold_norms must be true, and has no options but names; got {_shown(entry)}")
     names = entry.get("names", [])
@@ -279,9 +285,9 @@ def _swap(model: nn.Module, how: dict[str, Any], example: Any, where: str) -> No
 
 
 def _found(model: Any, names: list[str], where: str) -> set[str]:
-    """Returns this model's names for the norms that a file names. The two may differ by the base model's prefix. Norms
-    in a head that this class does not have are left out, with a warning. Errors: InputError if norms of the base are
-    missing."""
+    """Returns this model's names for the norms that a file names. A model with a head holds its base model under a
+    prefix, such as "bert.", and names in the base model alone lack the prefix. Norms in a head that this class does not
+    have are left out, with a warning. Errors: InputError if norms of the base are missing."""
     existing = {name for name, _ in model.named_modules(remove_duplicate=False)}
     prefix = getattr(model, "base_model_prefix", "") + "."
     has_base = prefix != "." and prefix[:-1] in existing

@@ -23,15 +23,16 @@ from .structure import Structure, Unaccounted
 
 def layers_of(structure: Structure) -> tuple[list[Structure], str | None]:
     """Returns the structures of a loop's layers, and the path of the norm after the last layer (None: there is none). A
-    layer is the shortest sequence of kinds of sublayers whose repetition gives the loop. Errors: Unaccounted."""
+    layer is the shortest sequence of kinds of sublayers whose repetition gives the loop. `structure`: that of the
+    module with the loop, whose sublayers are those of all layers. Errors: Unaccounted."""
     parts, end = structure.parts, None
     # if a norm follows only the last sublayer, it is the norm after the last layer
     if parts[-1].after is not None and all(part.after is None for part in parts[:-1]):
         end = parts[-1].after
-        norm = parts[-1].before or parts[-1].branch
+        norm = parts[-1].before or parts[-1].branch  # the sublayer's own norm, now that `after` is the stack's
         parts = (*parts[:-1], parts[-1]._replace(after=None, norm=norm))
     kinds = [part.kind for part in parts]
-    # the least n for which the first n kinds, repeated, begin with all kinds
+    # the smallest n for which repeating the first n kinds gives all kinds
     layer_size = next(n for n in range(1, len(kinds) + 1) if kinds == (kinds[:n] * len(kinds))[: len(kinds)])
     # a layer has at most self-attention, cross-attention and a feed-forward
     if len(kinds) % layer_size or layer_size > 3:
@@ -57,7 +58,8 @@ def views(owner: nn.Module, structures: Sequence[Structure]) -> list[nn.Module]:
 
 class LoopResidual(nn.Module):
     """A residual scheme in a module whose forward runs through the layers of a stack. Sublayers are numbered across the
-    layers. `end`: the path of the norm after the last layer; "": there is none."""
+    layers. `owner`: the module; `layers`: the scheme in each layer; `stack`: its parts for the whole stack; `end`: the
+    path of the norm after the last layer, or "" if there is none."""
 
     def __init__(self, owner: nn.Module, layers: Sequence[BlockResidual], stack: StackResidual, end: str = "") -> None:
         super().__init__()
@@ -77,7 +79,7 @@ class LoopResidual(nn.Module):
         return self._owner[0].get_submodule(path)
 
     def layer_of(self, i: int) -> tuple[BlockResidual, int]:
-        """Returns the layer that the sublayer belongs to, and the sublayer's number there."""
+        """Returns the layer that sublayer i belongs to, and the sublayer's number there."""
         layer: Any = self.layers[i // self.size]
         return layer, i % self.size
 
@@ -96,7 +98,8 @@ class LoopResidual(nn.Module):
         return layer.read(number, streams, norm)
 
     def write(self, i: int, streams: Streams, f: Tensor, following: int | None) -> Streams:
-        """Returns the streams after sublayer i has added its branch f. `following`: the next sublayer's number."""
+        """Returns the streams after sublayer i has added its branch f. `following`: the next sublayer's number. None:
+        sublayer i is the last."""
         layer, number = self.layer_of(i)
         if following is not None and following // self.size == i // self.size:  # it is in the same layer
             return layer.write(number, streams, f, following % self.size)
@@ -118,9 +121,9 @@ class LoopResidual(nn.Module):
         """Returns whether the sublayer under way reads the stream through this norm. If not, the norm stands after a
         sublayer."""
         run = stream.under_way
-        if stream.written >= len(run.writes):
+        if stream.written >= len(run.writes):  # all additions to the stream are made
             return False
-        layer, i = self.layer_of(run.writes[stream.written])
+        layer, i = self.layer_of(run.writes[stream.written])  # the sublayer of the next addition
         part = layer.parts[i]
         paths = (path for path in (part.before, *part.twins) if path is not None)
         return any(self._owner[0].get_submodule(path) is norm for path in paths)

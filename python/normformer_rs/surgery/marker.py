@@ -21,7 +21,7 @@ from .undo import Edits
 from .whole import LEVEL, configs_of
 
 MARKS = ("scheme_", "norm_is_")
-"""The beginnings of the names of marking buffers."""
+"""The beginnings of the names of the buffers that mark a swap: scheme_deepnorm, norm_is_scalenorm."""
 
 
 def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str, Any] | None = None) -> None:
@@ -43,12 +43,12 @@ def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str,
     around = _around(model)
     _copy_configs(model, around, edits)
     _publish_with_card(model, edits)
-    # a swap that does not change what the model computes marks only the model's own configuration
+    # a swap that keeps the function that the model computes marks only the model's own configuration
     keeps = how is not None and keeps_function({"swaps": [how]})
-    ours = {id(config) for config in configs_of(model)}
+    own_configs = {id(config) for config in configs_of(model)}
     for whole in () if keeps else around:
         config = vars(whole).get("config")
-        if not hasattr(config, "to_json_file") or id(config) in ours:
+        if not hasattr(config, "to_json_file") or id(config) in own_configs:
             continue
         assert edits.state is not None
         edits.state.keep_dicts(map(vars, whole.modules()))
@@ -70,7 +70,8 @@ def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str,
 
 
 def _publish_with_card(model: nn.Module, edits: Edits) -> None:
-    """Makes `push_to_hub` of a model, and of its parts that have this method, upload the model card of the swap."""
+    """Makes `push_to_hub` of a model, and of its parts that have this method, upload a model card that names the swap.
+    Puts a method of this package in the place of transformers' own, which `UPLOAD` names, into the instances."""
     for module in model.modules():
         if hasattr(type(module), UPLOAD) and UPLOAD not in vars(module):
             edits.afterwards(functools.partial(vars(module).pop, UPLOAD, None))
@@ -78,23 +79,24 @@ def _publish_with_card(model: nn.Module, edits: Edits) -> None:
 
 
 def _around(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules that contain this one, which does not know them: the garbage collector does."""
-    found: dict[nn.Module, None] = {}
+    """Returns the modules that contain this one, directly or in further modules. A module does not know them, but the
+    garbage collector knows what refers to it."""
+    around: dict[nn.Module, None] = {}  # an ordered set
     todo = [model]
     while todo:
         part = todo.pop()
         for children in gc.get_referrers(part):
-            # the dictionary of a module's children holds nothing but modules
+            # a module refers to its children by the dictionary `_modules`, which holds nothing else
             if not isinstance(children, dict) or not all(isinstance(m, nn.Module | None) for m in children.values()):
                 continue
-            holders = gc.get_referrers(children)
-            # Python reports as referrer either an object or the dictionary of its attributes
-            attributes = [one for one in holders if isinstance(one, dict) and one.get("_modules") is children]
-            owners = [*holders, *(one for held in attributes for one in gc.get_referrers(held))]
-            new = [one for one in owners if isinstance(one, nn.Module) and vars(one)["_modules"] is children]
-            todo += [one for one in new if one not in found]
-            found |= dict.fromkeys(new)
-    return [*found]
+            referrers = gc.get_referrers(children)
+            # Python reports as referrer either an object or the dictionary of its attributes, whose referrer it then is
+            attributes = [obj for obj in referrers if isinstance(obj, dict) and obj.get("_modules") is children]
+            owners = [*referrers, *(obj for held in attributes for obj in gc.get_referrers(held))]
+            parents = [obj for obj in owners if isinstance(obj, nn.Module) and vars(obj)["_modules"] is children]
+            todo += [parent for parent in parents if parent not in around]
+            around |= dict.fromkeys(parents)
+    return [*around]
 
 
 _OWN: "weakref.WeakKeyDictionary[nn.Module, dict[int, Any]]" = weakref.WeakKeyDictionary()
@@ -103,7 +105,8 @@ _OWN: "weakref.WeakKeyDictionary[nn.Module, dict[int, Any]]" = weakref.WeakKeyDi
 
 def _copy_configs(model: nn.Module, around: Iterable[nn.Module], edits: Edits) -> None:
     """Replaces a model's configurations by copies, since other models may share them. The modules `around` it, which
-    contain it, get the same copies where they have the same configurations."""
+    contain it, get the same copies where they have the same configurations. A configuration that is such a copy already
+    stays."""
     modules = dict.fromkeys(model.modules())
     # identities of the copies that this model has already, and of those that any model has
     copied_before = {number for module in modules for number in _OWN.get(module, ())}
@@ -112,7 +115,7 @@ def _copy_configs(model: nn.Module, around: Iterable[nn.Module], edits: Edits) -
     if not configs:
         return
     assert edits.state is not None
-    copies = {id(config): copy.copy(config) for config in configs}
+    copies = {id(config): copy.copy(config) for config in configs}  # by the identity of the original
     for copied in copies.values():
         if hasattr(copied, "to_json_file"):
             register()
@@ -120,9 +123,10 @@ def _copy_configs(model: nn.Module, around: Iterable[nn.Module], edits: Edits) -
     for number in copies.keys() & copied_for_any:
         vars(copies[number]).pop(KEY, None)  # these marks belong to another model
     # the attributes of each module around the model that has one of these configurations
-    outside = [vars(one) for one in around if any(id(value) in copies for value in vars(one).values())]
+    outside = [vars(module) for module in around if any(id(value) in copies for value in vars(module).values())]
     edits.state.keep_dicts(outside)
-    originals = {id(copies[id(config)]): config for config in configs}
+    originals = {id(copies[id(config)]): config for config in configs}  # by the identity of the copy
+    # the attributes of all modules and configurations that may refer to one of the configurations
     holders: list[Any] = [*map(vars, (*modules, *copies.values())), *outside]
 
     def back() -> None:
@@ -137,7 +141,7 @@ def _copy_configs(model: nn.Module, around: Iterable[nn.Module], edits: Edits) -
         held_by.update(_exchanged(held_by, copies))
     edits.afterwards(back)
     for module in (*modules, *(child for held in outside for child in _below(held))):
-        _OWN.setdefault(module, {}).update((id(one), one) for one in copies.values())
+        _OWN.setdefault(module, {}).update((id(copied), copied) for copied in copies.values())
 
 
 def _exchanged(held: dict[str, Any], new: Mapping[int, Any]) -> dict[str, Any]:
@@ -194,9 +198,9 @@ def mark_module(module: nn.Module, name: str, device: Any) -> None:
     module.register_load_state_dict_pre_hook(_fill)
 
 
-def _fill(residual: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Adds the marking buffer to a state dict that lacks it, before the state dict is loaded."""
-    for name, buffer in residual.named_buffers(recurse=False):
+def _fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Adds the marking buffer of a module to a state dict that lacks it, before the state dict is loaded."""
+    for name, buffer in module.named_buffers(recurse=False):
         if name.startswith(MARKS):
             state_dict.setdefault(prefix + name, buffer)
 

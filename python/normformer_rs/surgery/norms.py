@@ -124,17 +124,17 @@ def _swap(
 ) -> Swaps:
     """Makes the swap of `swap_norms`, whose arguments have been checked. Its steps: find the norms, make the new ones,
     exchange them and the optimizer's parameters, then run the model to check that it calls the new norms."""
-    norms, staying = _find(model, filter)  # `staying`: rows of the table for norms that are not replaced
+    norms, staying = _find(model, filter)  # `staying`: name → row of the table, for norms that are not replaced
     flow = None if any(p.is_meta for p in model.parameters()) else Flow.of(model, example, Places(model))
     # norms that the model does not call although it reads their weights: norm → message
-    read: dict[nn.Module, str] = {} if flow is None else flow.only_read()
+    only_read: dict[nn.Module, str] = {} if flow is None else flow.only_read()
     for name, module, message in () if flow is None else flow.formulas():
         if filter is None or filter(name, module):
             staying[name] = Row(name, type(module).__name__, type(module).__name__, f"stays: {message}")
     for name, module, _ in norms:
-        if module in read and (filter is None or filter(name, module)):
-            staying[name] = Row(name, type(module).__name__, type(module).__name__, f"stays: {read[module]}")
-    norms = [(name, module, known) for name, module, known in norms if module not in read]
+        if module in only_read and (filter is None or filter(name, module)):
+            staying[name] = Row(name, type(module).__name__, type(module).__name__, f"stays: {only_read[module]}")
+    norms = [(name, module, known) for name, module, known in norms if module not in only_read]
     if not norms:
         named = "".join(f"; {name or 'the model'}, a {row.old}, {row.note}" for name, row in staying.items())
         raise InputError(
@@ -149,14 +149,15 @@ def _swap(
         )
 
     plan = ExactSwap(model, {module: known for _, module, known in norms}, example) if exact else None
-    before = None if plan is None else plan.flow.outputs()
+    before = None if plan is None else plan.flow.outputs()  # the model's outputs, which must stay
     made: dict[nn.Module, _NewNorm] = {}  # old norm → new norm
-    shared: dict[tuple[nn.Parameter, str, torch.Size], nn.Parameter] = {}
+    shared: dict[tuple[nn.Parameter, str, torch.Size], nn.Parameter] = {}  # see `_share`
     places: list[tuple[str, nn.Module]] = []  # (name, old norm) of all norms that are replaced
     for name, module, known in norms:
         if target.is_met_by(module) or (exact and known.computes == "rmsnorm"):
             continue
-        names = [name] if plan is None else plan.places.modules[module]  # folding β affects all names of a norm
+        # an exact swap changes a norm under all of its names, since the layers that read it take its β in
+        names = [name] if plan is None else plan.places.modules[module]
         if filter is not None and not all(filter(name, module) for name in names):
             continue
         if plan is not None and (reason := plan.reason(module)):
@@ -198,6 +199,7 @@ def _swap(
     repoint(edits)
     read_padding(model, edits)
     names = [name for name, _ in places]
+    # the arguments from which `load_swapped` repeats the swap
     how = {"swap_norms": to if isinstance(to, str) else None, "names": names, "exact": exact, **options}
     mark(model, "norm", target.title, edits, how)
     if places:
@@ -238,8 +240,8 @@ def _find(
 
 
 def held_beside(model: nn.Module, norms: Iterable[nn.Module]) -> dict[nn.Module, str]:
-    """Returns the norms that a module also holds outside its children, such as in a list or a closure, each with the
-    attribute's path."""
+    """Returns those of `norms` that a module of the model also holds outside its children, such as in a list or a
+    closure, each with the path of the attribute that holds it."""
     wanted, found = {id(norm): norm for norm in norms}, {}
     for path, module in model.named_modules():
         attributes = {} if id(module) in wanted else vars(module)  # what a norm itself holds does not count
@@ -273,7 +275,7 @@ _KEEPERS = (list, tuple, set, dict, functools.partial, types.MethodType, types.C
 def replace(
     model: nn.Module, places: Iterable[tuple[str, nn.Module]], made: Mapping[nn.Module, nn.Module], edits: Edits
 ) -> list[Row]:
-    """Puts new norms into the places of old ones. `places`: (name, old norm); `made`: old norm → new norm. Returns rows
+    """Puts new norms into the places of old ones. `places`: (path, old norm); `made`: old norm → new norm. Returns rows
     of the table for the fused evaluations (fast paths) that this switches off."""
     for old in dict.fromkeys(old for _, old in places):
         edits.succeed(old, made[old])
@@ -302,7 +304,7 @@ class _Target(NamedTuple):
     computes: str | None
     """The norm's name in `normformer_rs.tables()`. None: it is of the user's own class."""
     make: Callable[..., Any]
-    """The function (width, options…) → norm."""
+    """The class of the norms, or a function (width, options…) → norm."""
 
     def is_met_by(self, module: nn.Module) -> bool:
         """Returns whether a norm is of this kind already."""
@@ -372,10 +374,10 @@ def _options(make: Callable[..., Any]) -> list[str] | None:
     parents = make.__mro__[: make.__mro__.index(nn.Module)] if isinstance(make, type) else [make]
     for parent in parents:
         function = vars(parent).get("__init__", make.__init__) if isinstance(parent, type) else parent  # type: ignore[misc]
-        # the options without the width and, in a class, without self
+        # the parameters without the width, which comes first, and in a class without self
         own = [*inspect.signature(function).parameters.values()][2 if isinstance(parent, type) else 1 :]
         names += [p.name for p in own if p.kind != p.VAR_KEYWORD and p.name not in names]
-        if all(p.kind != p.VAR_KEYWORD for p in own):
+        if all(p.kind != p.VAR_KEYWORD for p in own):  # no **options that the base class would take
             return names
     return None
 
@@ -386,7 +388,7 @@ class _NewNorm(NamedTuple):
     norm: nn.Module
     note: str
     counterparts: dict[str, str]
-    """The name of an old parameter → the name of the new one in its place."""
+    """The name of an old parameter in its norm → the name of the new one that takes its place."""
 
 
 def _nearest(model: nn.Module, name: str) -> Tensor:
@@ -423,7 +425,9 @@ def _twin(
     """Returns the new norm that replaces `old` at `path`, on the device and with the dtype of `like`. `known`: the norm
     that `old` computes; `init`: "match" to take over the learned values, or "default"; `options`: the caller's. Errors:
     InputError if the new norm has another width."""
-    has_bias = known.bias is not None or known.computes != "layernorm"  # only a layernorm can lack a bias by choice
+    # A layernorm without a bias was built so on purpose, so the new norm gets none either. Other norms lack a bias by
+    # their formula, so the new one gets its usual bias.
+    has_bias = known.bias is not None or known.computes != "layernorm"
     wanted: dict[str, Any] = {"device": like.device, "dtype": like.dtype, "bias": has_bias}
     if known.gain is None and known.bias is None:
         wanted["elementwise_affine"] = False
@@ -431,9 +435,8 @@ def _twin(
     if computes is None:  # the user's own class: a trial norm shows what it computes
         computes = getattr(read_norm(target.norm(known.width, like, wanted, options)), "computes", None)
     takes_eps = target.title not in FAMILIES or FAMILIES[target.title].settings["eps_place"] == "inside"
-    if takes_eps and (
-        computes == known.computes or {computes, known.computes} <= {"layernorm", "rmsnorm"}
-    ):  # both norms use ε in the same way
+    # the old ε is copied if both norms use it in the same way
+    if takes_eps and (computes == known.computes or {computes, known.computes} <= {"layernorm", "rmsnorm"}):
         if known.eps is None:  # torch's RMSNorm uses the machine epsilon of the dtype it computes in
             wanted["eps"] = torch.finfo(torch.promote_types(like.dtype, torch.float32)).eps
         elif not math.isnan(known.eps):
@@ -441,7 +444,8 @@ def _twin(
     is_narrow = like.dtype in (torch.float16, torch.bfloat16)
     keeps_offset = known.gain is not None and (known.offset, known.factor) == (1.0, 1.0) and is_narrow
     if keeps_offset and target.title == "rmsnorm":
-        wanted["zero_centred"] = True  # storing weight + 1 in 16 bits would round the weight away
+        # y = (1 + weight)⊙x̂ keeps the stored weight; weight + 1 in 16 bits would round it away
+        wanted["zero_centred"] = True
     new = target.norm(known.width, like, wanted, options)
     if isinstance(new, Typed):
         new.return_like(known.returns, like)
@@ -464,7 +468,7 @@ def _twin(
     elif init == "match" and isinstance(old, nfnn.RepBN) and isinstance(new, nfnn.RepBN):
         pairs = {name: name for name in dict(old.named_parameters(recurse=False)) if name in parameters}
         _match_blended(old, new)
-        notes = ["the same in evaluation"]
+        notes = ["the same in evaluation"]  # in place of "dropped", since every parameter that both have is copied
     elif init == "match":
         # in training, a PRepBN fades from a norm of rows to a RepBN, beginning after `warm` updates
         if isinstance(old, nfnn.PRepBN) and not old.t.is_meta and int(old.t) > old.warm + 1:
@@ -473,9 +477,9 @@ def _twin(
                 'for repbn, which computes what it computes in evaluation, or give init="default"'
             )
         if isinstance(old, nfnn.RepBN) and not isinstance(old, nfnn.PRepBN):
-            notes.append("share dropped")
+            notes.append("share dropped")  # the learned share of x that a RepBN adds to its output
         notes += _match(old, known, new, new_known)
-    # parameters without a counterpart are frozen or trained, and marked, as the old norm's first one
+    # a new parameter without a counterpart takes requires_grad and attributes from the old norm's first parameter
     first = next(old.parameters(recurse=False), None)
     learned = {new_name: getattr(old, old_name) for old_name, new_name in pairs.items()}
     for name, parameter in parameters.items():
@@ -499,17 +503,17 @@ def _match_blended(old: nfnn.RepBN, new: nfnn.RepBN) -> None:
 
 @torch.no_grad()
 def _match(old: Any, known: RecognisedNorm, new: Any, new_known: RecognisedNorm) -> list[str]:
-    """Sets the new norm's parameters from the old one's, converted to its offset and factor. Returns notes about the
-    conversion, if there was one."""
+    """Sets the new norm's bias and gain from the old one's. Norms multiply x̂ by factor·(offset + gain), and the new
+    gain is chosen so that this product stays. Returns a note if the gain's numbers had to be converted."""
     if known.bias and new_known.bias:
         getattr(new, new_known.bias).copy_(getattr(old, known.bias))
     if not (known.gain and new_known.gain):
         return []
     old_gain, new_gain = getattr(old, known.gain).detach(), getattr(new, new_known.gain)
     if not (old_gain.is_meta or new_gain.is_meta):
-        # the factor of x̂ that both norms must have: factor·(offset + gain)
         multiplier = known.factor * (known.offset + old_gain.to("cpu", torch.float64))
-        if new_gain.numel() == 1 and multiplier.numel() > 1:  # so that outputs keep their length on average
+        # the root mean square as the only number keeps the outputs' length on average
+        if new_gain.numel() == 1 and multiplier.numel() > 1:
             multiplier = multiplier.square().mean().sqrt()
         new_gain.copy_((multiplier / new_known.factor - new_known.offset).broadcast_to(new_gain.shape))
         is_same_form = known.offset == new_known.offset != 0 and known.factor == new_known.factor
@@ -526,16 +530,16 @@ def _match(old: Any, known: RecognisedNorm, new: Any, new_known: RecognisedNorm)
 
 
 def _exchanged(model: nn.Module, places: list[tuple[str, nn.Module]], made: Mapping[nn.Module, _NewNorm]) -> Exchange:
-    """Returns for each parameter of the old norms the parameters that replace it. A parameter that a remaining module
-    shares is one of its own replacements."""
+    """Returns for each parameter of the old norms the (path, parameter) pairs that replace it. A parameter that a
+    remaining module shares is one of its own replacements. `places`: (path, old norm); `made`: old norm → new norm."""
     kept = {p for module in model.modules() if module not in made for p in module.parameters(recurse=False)}
-    out: Exchange = {}
+    exchange: Exchange = {}
     for name, old in places:
         for p, new in _exchange(name, old, made[old]).items():
-            replacements = out.setdefault(p, [(name, p)] if p in kept else [])
+            replacements = exchange.setdefault(p, [(name, p)] if p in kept else [])
             # norms that share a parameter list its replacement once
             replacements += [(leaf, q) for leaf, q in new if all(q is not other for _, other in replacements)]
-    return out
+    return exchange
 
 
 def _exchange(name: str, old: nn.Module, made: _NewNorm) -> Exchange:

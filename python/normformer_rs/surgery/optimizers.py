@@ -42,7 +42,7 @@ class Repoint:
     ) -> None:
         self.optimizer, self.exchange, self.names, self.drawn = optimizer, exchange, names, drawn
         for p, new in exchange.items():
-            if any(q is not p and q.requires_grad for _, q in new):  # a new parameter is to be trained
+            if any(q is not p and q.requires_grad for _, q in new):  # then p's hooks would miss a parameter to train
                 refuse_hooked(names[p], p)
         if optimizer is None:
             return
@@ -70,13 +70,13 @@ class Repoint:
         for p in (*self.drawn, *removed):
             optimizer.state.pop(p, None)  # the moments of old values do not fit new ones
 
-        def back() -> None:
+        def reverse() -> None:
             """Reverses the exchange, and drops the state of the new parameters."""
             for group, before in old:
                 for q in self._take_back(group, before):
                     optimizer.state.pop(q, None)
 
-        edits.afterwards(back)
+        edits.afterwards(reverse)
 
     def _reversed(self) -> Exchange:
         """Returns the exchange that an undo makes: the new parameters → the old ones. Old parameters that stay are left
@@ -98,7 +98,7 @@ class Repoint:
         for i, (name, p) in enumerate(before):
             if p in self.exchange and all(p is not q for _, q in kept):
                 earlier = {q for _, q in before[:i]}
-                # p's place is right after the last of the parameters that came before it at the swap
+                # p's place is right after the last parameter in `kept` that came before it at the swap
                 position = max((j + 1 for j, (_, q) in enumerate(kept) if q in earlier), default=0)
                 kept.insert(position, (name, p))
         _set(group, kept)
@@ -121,7 +121,7 @@ def _set(group: dict[str, Any], named: Sequence[tuple[str, nn.Parameter]]) -> No
 
 
 class _Heirs(NamedTuple):
-    """The (name, parameter) pairs with which a swap replaced an old parameter. `title`: the swap's title."""
+    """The new parameters with which a swap replaced an old one: (name, weak reference) pairs. `title`: the swap's."""
 
     title: str
     named: list[tuple[str, "weakref.ref[nn.Parameter]"]]
@@ -190,15 +190,16 @@ def _forgotten(optimizer: torch.optim.Optimizer) -> list[tuple[str, str, nn.Para
     """Returns the parameters that replaced an optimizer's parameters but are not in the optimizer, each with its swap's
     title and its name."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
-    owned, found = {id(p) for p in own}, []
+    owned, forgotten = {id(p) for p in own}, []
     for heirs in (heirs for p in own for heirs in HEIRS.get(p, ())):
         for name, reference in heirs.named:
             q = reference()
             if q is not None and q.requires_grad and id(q) not in owned:
-                found.append((heirs.title, name, q))
-    return found
+                forgotten.append((heirs.title, name, q))
+    return forgotten
 
 
 def _optimizers() -> list[torch.optim.Optimizer]:
     """Returns all optimizers of the process."""
-    return [found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer)]
+    # `type(…)`, since isinstance would read `__class__` of foreign objects, which may run their code
+    return [candidate for candidate in gc.get_objects() if issubclass(type(candidate), torch.optim.Optimizer)]

@@ -13,13 +13,14 @@ from ..nn.masks import GivenMasks, give, given
 from ..nn.running import PowerNorm, RunningNorm
 from .undo import Edits
 
-_NAMES = (  # the arguments that are padding masks
+_NAMES = (
     "attention_mask",
     "decoder_attention_mask",
     "key_padding_mask",
     "src_key_padding_mask",
     "tgt_key_padding_mask",
 )
+"""The arguments that are padding masks."""
 _PAIRS = ({"attention_mask", "decoder_attention_mask"}, {"src_key_padding_mask", "tgt_key_padding_mask"})
 """The two masks of a module that has an encoder and a decoder."""
 _STACKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
@@ -31,6 +32,7 @@ _IGNORED = -100
 _CAUSAL = ("is_causal", "tgt_is_causal")
 """The arguments that say that a call is causal."""
 _OTHERWISE = "call the model inside `with normformer_rs.nn.padding_mask(…)`"
+"""The last advice of several warnings."""
 _LOOKS = 8
 """How many training batches without masks are searched for padding tokens. The host waits for the device in each."""
 
@@ -40,7 +42,7 @@ def read_padding(model: nn.Module, edits: Edits) -> None:
 
     If such modules are nested, the inner module's masks are used. If it gets none, the outer module's are used, unless
     the outer module takes a mask for each of two stacks. Attention masks, (B, 1, T, T), are used if no outer module
-    with masks of one stack is running.
+    with masks of one stack is running. `edits`: undoes the hooks with the swap.
     """
     said: set[str] = set()  # the kinds of warnings given so far, by any reader of the model
     for module in model.modules():
@@ -68,12 +70,12 @@ def _arguments(module: nn.Module) -> dict[str, int]:
 
 class _Reader:
     """The hooks on one module that takes padding masks. Copies and pickles of the module include this object, since the
-    hooks are its bound methods."""
+    hooks are its bound methods. `names`: as `_arguments` returns them; `said`: the kinds of warnings given so far."""
 
     def __init__(self, module: nn.Module, names: dict[str, int], said: set[str]) -> None:
         self.names, self.said = names, said
-        self.looks, self.looked_for_causal = 0, False
-        self.takes_both = any(pair <= names.keys() for pair in _PAIRS)
+        self.looks, self.looked_for_causal = 0, False  # `looks`: the batches that were searched for padding tokens
+        self.takes_both = any(pair <= names.keys() for pair in _PAIRS)  # a mask for each of two stacks
         layouts = (getattr(m, "batch_first", None) for m in module.modules())
         self.batch_first = next((layout for layout in layouts if isinstance(layout, bool)), True)
 
@@ -90,7 +92,7 @@ class _Reader:
             masks = decoders if outer is None else outer.decoders or decoders
         if not masks and outer is not None and not outer.takes_both:
             masks = outer.masks
-        # how many of the norms' inputs fitted one mask, none, or several
+        # counts the norms' inputs that fit one mask, none, and several; the norms increment it
         tally = [0, 0, 0] if outer is None else outer.tally
         give(GivenMasks(masks + decoders if self.takes_both else masks, self.takes_both, self, outer, tally, decoders))
         if module.training and torch.is_grad_enabled() and not is_compiling:
@@ -115,7 +117,7 @@ class _Reader:
                 self._say("none", f"{text}, and took padding in: {_OTHERWISE}")
 
     def _begun(self) -> GivenMasks | None:
-        """Returns the masks of this module's call that is running. None: there is no such call."""
+        """Returns the masks of this module's innermost call that is running. None: there is no such call."""
         now = given()
         while now is not None and now.reader is not self:
             now = now.outer
@@ -124,7 +126,7 @@ class _Reader:
     def _masks(self, tensors: Mapping[str, Tensor], outer: GivenMasks | None) -> tuple[Tensor, ...]:
         """Returns the padding masks among a call's arguments (`tensors`), each once. `outer`: the masks of the call
         around this one."""
-        read: dict[int, Tensor] = {}
+        read: dict[int, Tensor] = {}  # a mask's identity → the positions that are padding
         for name, mask in tensors.items():
             is_attention_mask = mask.dim() > 2
             # `read_padding` says which attention masks count; one for a single row may be a causal mask for all rows
@@ -139,7 +141,7 @@ class _Reader:
     ) -> tuple[Tensor, ...]:
         """Returns a padding mask for a decoder that is called without one in training, or (). The mask follows from the
         padding of the decoder's tokens, or else from that of the labels, shifted to the right by one as models shift
-        them to make the decoder's input."""
+        them to make the decoder's input. `tensors`: the call's arguments; `outer`: the masks of the call around it."""
         if not module.training:
             return ()
         if "decoder_attention_mask" in self.names:
@@ -151,7 +153,7 @@ class _Reader:
         else:  # the module may be the decoder itself, whose caller has the labels
             is_without = "encoder_hidden_states" in tensors and not any(name in tensors for name in _NAMES)
             labels, ids = None, tensors.get("input_ids") if is_without else None
-        pad, is_sure = _pad_token(module)
+        pad, is_sure = _pad_token(module)  # `is_sure`: the token has no other use
         if ids is not None and ids.dim() == 2 and is_sure:
             hidden = torch.eq(ids, pad)
             # T5 begins a decoder's input with the padding token, which is no padding at that place
@@ -161,7 +163,7 @@ class _Reader:
         if labels is not None and labels.dim() == 2 and (ids is None or ids.shape == labels.shape):
             hidden = torch.eq(labels, _IGNORED)
             hidden = hidden | torch.eq(labels, pad) if is_sure else hidden
-            return (nn.functional.pad(hidden[:, :-1], (1, 0)),)
+            return (nn.functional.pad(hidden[:, :-1], (1, 0)),)  # the start token, which comes first, is no padding
         return ()
 
     def _padding(self, name: str, mask: Tensor) -> Tensor:
@@ -170,7 +172,7 @@ class _Reader:
             padding = mask <= HIDDEN if mask.is_floating_point() else mask != 0
         else:
             padding = is_hidden(mask)
-        if padding.dim() > 2:  # (B, …, Q, K): no query attends to padding
+        if padding.dim() > 2:  # (B, …, queries, keys): padding is what no query attends to
             padding = padding.flatten(1, -2).all(1)
         return padding if self.batch_first or padding.dim() < 2 else padding.transpose(0, 1)
 
@@ -191,6 +193,7 @@ class _Reader:
         """Warns if a stack's batch without a mask has padding tokens. Does nothing if no padding token is known.
         `decoders`: the masks that were made for a decoder without one."""
         pad, is_sure = _pad_token(module)
+        # the missing masks → the tokens that they would belong to
         unmasked = {
             mask: tensors.get(tokens) for mask, tokens in _STACKS.items() if mask in self.names and mask not in tensors
         }
@@ -204,7 +207,7 @@ class _Reader:
             padded = ids == pad
             if not is_sure:  # the token may also end a sentence, but if two follow each other, one is padding
                 padded = padded[:, 1:] & padded[:, :-1]
-            if padded.shape[1] and bool(padded[:, [0, -1]].any()):  # padding begins or ends a row
+            if padded.shape[1] and bool(padded[:, [0, -1]].any()):  # a row begins or ends with padding
                 text = f"norms with statistics took padding in: call {type(module).__name__} with its {mask}"
                 self._say(mask, f"{text}, or {_OTHERWISE}")
 
@@ -220,7 +223,8 @@ def is_hidden(mask: Tensor) -> Tensor:
     added to scores, a number far below 0. The host does not wait for the device."""
     if not mask.is_floating_point():
         return mask == 0
-    # other numbers than 0 and 1 are added to scores; so is a mask of zeros alone, which else would hide everything
+    # A mask with other numbers than 0 and 1 is added to scores. A mask without a 1 is, too: else a mask of zeros, which
+    # adds nothing, would hide everything.
     is_added = ((mask != 0) & (mask != 1)).any() | (mask != 1).all()
     return torch.where(is_added, mask <= HIDDEN, mask == 0)
 

@@ -56,12 +56,13 @@ class _Settings(NamedTuple):
     tiny: float
     """A factor of rows at which ε dominates."""
     error: float
+    """The largest gap, relative to the largest number, at which two results count as equal."""
 
 
 _EXACT = _Settings(torch.device("cpu"), torch.float64, large=1e6, huge=1e12, tiny=1e-30, error=1e-9)
 _NEAR = 1e-3
-"""The allowed error for rows of numbers near 1. It is larger there, since a module may add ε elsewhere than the table's
-norm does: to σ instead of σ², for example."""
+"""The allowed error for rows in which ε has an effect. It is larger than `_Settings.error`, since a module may add ε
+elsewhere than the table's norm does: to σ instead of σ², for example."""
 
 
 def probe(module: nn.Module, width: int | None = None, computes: str | None = None) -> RecognisedNorm | str:
@@ -72,7 +73,7 @@ def probe(module: nn.Module, width: int | None = None, computes: str | None = No
     its kernels may support nothing else.
 
     Args:
-        width, computes: the norm's width and name, if they are known.
+        width, computes: the norm's width and its name in the table, if they are known.
     """
     refused = _refused(module)
     if refused is not None:
@@ -87,7 +88,7 @@ def probe(module: nn.Module, width: int | None = None, computes: str | None = No
     found: RecognisedNorm | str = f"computes no norm over rows of width {width}"
     in_f32 = _Settings(device, torch.float32, large=1e3, huge=1e9, tiny=1e-18, error=1e-4)
     for settings in (_EXACT, in_f32):
-        with _EXACT.device:
+        with _EXACT.device:  # whatever the caller's default device, the trial draws its numbers on the CPU
             try:
                 found = _find(_Trial(module, parameters, width, settings), names)
             except Exception as reason:  # a module may raise anything for rows that it does not take
@@ -105,7 +106,7 @@ def result_of(module: nn.Module, width: int) -> Literal["x", "weight", "promoted
         return module.returns
     if type(module).__module__.startswith("torch.nn.") or not module._parameters:
         return "x"
-    found = []  # the result's dtype for each pair (dtype of the weight, dtype of x)
+    result_dtypes = []  # for each pair (dtype of the weight, dtype of x)
     for weight_dtype, x_dtype in ((torch.float16, torch.float32), (torch.float32, torch.float16)):
         try:
             twin = copy.copy(module)
@@ -114,12 +115,13 @@ def result_of(module: nn.Module, width: int) -> Literal["x", "weight", "promoted
                 for name, p in module._parameters.items()
             }
             with warnings.catch_warnings(action="ignore"):
-                found.append(_forward(module)(twin, torch.empty(2, width, dtype=x_dtype, device="meta")).dtype)
+                x = torch.empty(2, width, dtype=x_dtype, device="meta")
+                result_dtypes.append(_forward(module)(twin, x).dtype)
         except Exception:  # another library's kernel may not run on the meta device
             return "x"
-    if found == [torch.float16, torch.float32]:  # the dtypes of the weight in the two calls
+    if result_dtypes == [torch.float16, torch.float32]:  # the dtypes of the weight in the two calls
         return "weight"
-    return "promoted" if found == [torch.float32] * 2 else "x"
+    return "promoted" if result_dtypes == [torch.float32] * 2 else "x"
 
 
 def _measures(kind: Any) -> bool:
@@ -146,11 +148,11 @@ def _refused(module: nn.Module) -> str | None:
     if len(module._parameters) > 2:
         return f"has {len(module._parameters)} parameters"
     try:
-        _, *more = inspect.signature(_forward(module)).parameters.values()  # `more`: all arguments but self
+        _, *arguments = inspect.signature(_forward(module)).parameters.values()  # without self
     except (TypeError, ValueError):
         return "its forward takes no x"
-    if len(more) != 1:
-        return f"its forward takes {', '.join(str(p) for p in more[1:]) or 'nothing'} beside x"
+    if len(arguments) != 1:
+        return f"its forward takes {', '.join(str(p) for p in arguments[1:]) or 'nothing'} beside x"
     return None
 
 
@@ -164,7 +166,8 @@ def has_stateful_parts(module: nn.Module) -> bool:
 
 
 def _forward(module: nn.Module) -> Callable[..., Any]:
-    """Returns a module's forward as a function of (module, x). A method that was put into the instance comes first."""
+    """Returns a module's forward as a function of (module, x): the method that was put into the instance if there is
+    one, else its class's."""
     return getattr(own_forward(module), "__func__", type(module).forward)
 
 
@@ -183,14 +186,15 @@ def _width(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> int | N
 
 
 class _Trial:
-    """Trial calls of a module, with their rows x."""
+    """Trial calls of a norm with rows x of its width. `parameters`: the module's own, by name."""
 
     def __init__(
         self, module: nn.Module, parameters: Mapping[str, nn.Parameter], width: int, settings: _Settings
     ) -> None:
         self.module, self.parameters, self.width, self.settings = module, parameters, width, settings
         self._generator = torch.Generator("cpu").manual_seed(0)
-        shape = (2, 5 if width == 3 else 3, width)  # the dimension before the last must differ from the width
+        # 2 · 3 rows. The dimension before the last differs from the width, so that a norm over it is noticed.
+        shape = (2, 5 if width == 3 else 3, width)
         # rows with different means, which tell layernorm from rmsnorm
         self.x = self._normal(*shape) + self._normal(*shape[:2], 1)
 
@@ -222,9 +226,12 @@ class _Trial:
 
     def agrees(self, known: RecognisedNorm, eps: float) -> bool:
         """Returns whether the norm `known` with this ε agrees with the module in harder cases, in both modes: gains of
-        both signs and any size, many rows, rows with few large numbers, huge rows, rows without a batch, gradients."""
+        both signs and any size, many rows, rows with few large numbers, huge rows, rows without a batch, gradients. The
+        error may be ten times that of the first trial."""
         large, huge, error = self.settings.large, self.settings.huge, self.settings.error
+        # half of the drawn numbers, which are from 0.5 to 1.5, become negative
         values = {name: torch.where(value > 1, value, -value) for name, value in self.drawn().items()}
+        # 300 rows, whose numbers differ in size by powers of ten
         many = self._normal(1, 300, self.width) * self._normal(1, 300, self.width).mul(2).exp()
         many[0, :9, 1:] *= 1e-6  # nine rows that one number dominates
         # pairs of x and the factor of the parameters' values
@@ -247,7 +254,8 @@ class _Trial:
 
     def _has_gradient(self, known: RecognisedNorm, eps: float, values: Mapping[str, Tensor]) -> bool:
         """Returns whether the norm's gradient agrees with the module's, or the module fails in training mode."""
-        x, dy = (self.settings.large * self.x).requires_grad_(), self._normal(*self.x.shape)
+        x = (self.settings.large * self.x).requires_grad_()
+        dy = self._normal(*self.x.shape)  # the derivative of some loss with respect to y
         try:
             y = self._call(x, values, training=True)
         except Exception:  # the module fails in training mode or with gradients, so it is used for inference only
@@ -261,7 +269,7 @@ class _Trial:
 def _find(trial: _Trial, names: Sequence[str]) -> RecognisedNorm | str:
     """Returns the norm among `names` that the module computes, or the reason why it computes none of them."""
     large, tiny, error = trial.settings.large, trial.settings.tiny, trial.settings.error
-    no_norm = f"computes no norm over rows of width {trial.width}"  # the result if no norm fits
+    no_norm = f"computes no norm over rows of width {trial.width}"
 
     # Large rows show all terms of y = factor·(offset + gain)⊙x̂ + bias, because ε has no effect in them.
     # The parameter whose effect (slope) in every row is its own values is the bias. The other one is the gain.
@@ -273,11 +281,11 @@ def _find(trial: _Trial, names: Sequence[str]) -> RecognisedNorm | str:
         return "its parameters are not a gain and a bias"
     gain, bias = next(iter(gains), None), next(iter(biases), None)
     x_hat = slopes[gain] / values[gain] if gain else zero  # the module's x̂, times factor
-    fits = [(name, *_fit(x_hat, _row(name, large * trial.x, 0.0))) for name in names]
+    fits = [(name, *_fit(x_hat, _row(name, large * trial.x, 0.0))) for name in names]  # (norm, factor, gap)
     fitting = [(name, factor) for name, factor, gap in fits if gap < error]
     if not fitting:
         return no_norm
-    offset, gap = _fit(zero, x_hat)  # with zeros as parameters, y = factor·offset⊙x̂
+    offset, gap = _fit(zero, x_hat)  # with zeros as parameters, y = offset·(factor·x̂)
     if gap > error:
         return "its gain does not multiply a norm"
     _, first_factor = fitting[0]
@@ -292,10 +300,10 @@ def _find(trial: _Trial, names: Sequence[str]) -> RecognisedNorm | str:
     # differ between them, at the size where ε begins to count.
     tiny_zero = trial.answer(tiny, {})
     tiny_x_hat = (trial.answer(tiny, {gain: values[gain]}) - tiny_zero) / values[gain] if gain else tiny_zero
-    new_values, found = trial.drawn(), []  # found: (gap where ε begins to count, norm, ε)
+    new_values, candidates = trial.drawn(), []  # candidates: (gap where ε begins to count, norm, ε)
     for name, factor in fitting:
         offset, factor = _rounded(offset, error), _rounded(factor, error, trial.width)
-        eps, size = _epsilon(name, tiny_x_hat / factor, tiny * trial.x)
+        eps, size = _epsilon(name, tiny_x_hat / factor, tiny * trial.x)  # `size`: of rows where ε begins to count
         known = RecognisedNorm(trial.width, name, gain, bias, _attribute(trial, eps), offset, factor)
         gaps = []
         for scale in (large, 1.0, max(size, tiny)):
@@ -303,10 +311,10 @@ def _find(trial: _Trial, names: Sequence[str]) -> RecognisedNorm | str:
             gaps.append(max(_gap(trial.answer(scale, new_values, training), expected) for training in (False, True)))
         gap_large, gap_near, gap_at_eps = gaps
         if max(gap_large, gap_near) < _NEAR:
-            found.append((gap_at_eps, known, eps))
-    if not found:
+            candidates.append((gap_at_eps, known, eps))
+    if not candidates:
         return no_norm
-    _, best, eps = min(found, key=lambda candidate: candidate[0])
+    _, best, eps = min(candidates, key=lambda candidate: candidate[0])
     return best if trial.agrees(best, eps) else f"computes {best.computes} for some rows, gains or modes alone"
 
 
@@ -314,9 +322,10 @@ def _stand_in(module: nn.Module, parameters: Mapping[str, Tensor]) -> nn.Module:
     """Returns a copy of a module with the given parameters and no hooks. Its forward cannot change the module."""
     twin = object.__new__(type(module))
     nn.Module.__init__(twin)
-    of_all_modules = {*vars(twin)}  # set by nn.Module's constructor: no hooks, parameters or children
+    # nn.Module's own attributes stay as its constructor made them: without hooks, parameters and children
+    torchs_own = {*vars(twin)}
     for name, value in vars(module).items():
-        if name not in of_all_modules and name != "forward":
+        if name not in torchs_own and name != "forward":
             vars(twin)[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
     for name in module._parameters:
         twin._parameters[name] = nn.Parameter(parameters[name], requires_grad=False) if name in parameters else None
@@ -351,6 +360,7 @@ class Widened(TorchFunctionMode):
         """Calls a function of torch with f64 in place of every other floating-point dtype."""
 
         def wide(value: Any) -> Any:
+            """Returns f64 for a floating-point dtype, and any other argument as it is."""
             return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
@@ -391,21 +401,25 @@ def _rounded(value: float, error: float, width: int = 1) -> float:
 
 def _epsilon(name: str, x_hat: Tensor, x: Tensor) -> tuple[float, float]:
     """Returns ε of a module that computes the norm `name`, and the size of rows at which ε begins to count. `x_hat`:
-    the module's x̂ of rows x much smaller than that."""
-    most = float(x_hat.abs().max())
-    if not math.isfinite(most) or _gap(x_hat, _row(name, x, 0.0)) < _NEAR:  # x̂ is that of ε = 0
+    the module's x̂ of rows x much smaller than that.
+
+    For such rows x̂ = x·ε^−power, where power is ½ if ε is added to a mean square, and 1 if it is a lower bound of a
+    length. The table's norm with two values of ε shows its power, and then the module's x̂ shows the module's ε.
+    """
+    largest = float(x_hat.abs().max())
+    if not math.isfinite(largest) or _gap(x_hat, _row(name, x, 0.0)) < _NEAR:  # x̂ is that of ε = 0
         return 0.0, 0.0
-    # the largest |x̂| of the table's norm with ε = 1 and ε = 4; `most` is that of the module
-    most_at_1, most_at_4 = (float(_row(name, x, eps).abs().max()) for eps in (1.0, 4.0))
-    power = math.log(most_at_1 / most_at_4, 4)  # x̂ ∝ ε^−½ if ε is added to a mean square, ε^−1 if it is a lower bound
-    eps = (most_at_1 / most) ** (1 / power)
+    # the largest |x̂| of the table's norm with ε = 1 and ε = 4
+    largest_at_1, largest_at_4 = (float(_row(name, x, eps).abs().max()) for eps in (1.0, 4.0))
+    power = math.log(largest_at_1 / largest_at_4, 4)
+    eps = (largest_at_1 / largest) ** (1 / power)
     return eps, eps**power
 
 
 def _attribute(trial: _Trial, eps: float) -> float | None:
     """Returns the module's attribute that equals the ε found; without such an attribute, the ε found. None: the module
     uses the machine epsilon."""
-    # the ε found follows from a power of x̂, so it is less exact than x̂: an attribute may differ from it by √error
+    # ε was computed from a power of x̂, so it is less exact than x̂: an attribute may differ from it by √error
     tolerance, attributes = math.sqrt(trial.settings.error), vars(trial.module)
     if "eps" in attributes and attributes["eps"] is None:
         machine = torch.finfo(trial.settings.dtype).eps

@@ -32,7 +32,8 @@ _IN_16_BITS = 0.1
 class OwnForm(Scheme):
     """The scheme that the blocks already have, as a run has found it. With `is_wide` it also has a second stream of
     zeros, and a weighted sum of all outputs in which only the last has a weight. These change no result, but make the
-    hidden state wider, as schemes with several tensors do."""
+    hidden state wider, as schemes with several tensors do. A model that reads hidden states between blocks then fails
+    the proof."""
 
     name = "own-form"
 
@@ -58,13 +59,13 @@ class OwnForm(Scheme):
             after=[norm("after_norm")] if part.after is not None else [],
             alpha=part.alpha,
             beta=part.beta,
-            streams=[StreamStep(0.0, 0.0)] if self.is_wide else [],
+            streams=[StreamStep(0.0, 0.0)] if self.is_wide else [],  # s⁺ = 0·s + 0·F(x)
         )
 
     def stack(self, place: Place) -> StackSpec:
         """Returns the model's own norm after the stack, and if `is_wide` the additions that change no result."""
         size = place.layers + 1  # the sum is over x and the output of each layer
-        eye = [float(i == j) for i in range(size) for j in range(size)]
+        eye = [float(i == j) for i in range(size) for j in range(size)]  # each sum is its last term
         combine = Combine(Learned("combine.weight", eye, (size, size)), skips_first=True) if self.is_wide else None
         return StackSpec(combine=combine, streams=[None] if self.is_wide else [], end=[norm()] if self.has_end else [])
 
@@ -81,7 +82,8 @@ def prove(
     message about the difference.
 
     Args:
-        swap: gives each group a scheme, recording its edits.
+        swap: swap(groups, to, edits) gives each group the scheme `to(group)`, recording its edits.
+        is_wide: whether the hidden state gets wider in the trial, as in `OwnForm`.
         look: runs the model.
         before: the runs before the swap; key True: in training mode, False: in evaluation mode.
     """
@@ -151,19 +153,27 @@ def observe(
     is_double: bool = False,
     leaves_large: bool = False,
 ) -> Observed:
-    """Returns the outputs and gradients of one run. The random state is the same for each run. The rate of dropout is
-    0, since the fused step draws other masks than torch. `shifts`: numbers that are added to parameters in this run.
-    `beside`: other models whose modules the run uses. With `is_double`, parameters and buffers are f64 in this run. With
-    `leaves_large`, gradients of parameters of more than _MANY numbers are not computed."""
+    """Returns the outputs and gradients of one run of the model, `run()`. The random state is the same for each run.
+    The rate of dropout is 0, since the fused step draws other masks than torch.
+
+    Args:
+        groups: stacks, whose inputs' gradients are observed as well as those of parameters.
+        training: run in training mode.
+        has_backward: also run the backward pass; else there are no gradients.
+        shifts: numbers that are added to parameters in this run.
+        beside: other models whose modules the run uses.
+        is_double: parameters and buffers are f64 in this run.
+        leaves_large: gradients of parameters of more than _MANY numbers are not computed.
+    """
     outputs: list[Tensor] = []
     gradients: Gradients = {}
     with contextlib.ExitStack() as around:
-        for one in (model, *beside):
-            around.enter_context(quietly(one))
-            around.enter_context(_undropped(one))
-            one.train(training)
+        for each in (model, *beside):
+            around.enter_context(quietly(each))
+            around.enter_context(_undropped(each))
+            each.train(training)
             if is_double:
-                _double_buffers(one)
+                _double_buffers(each)
         around.enter_context(torch.enable_grad())
         around.enter_context(_tapped((model, *beside), groups, gradients, shifts, is_double, leaves_large))
         try:
@@ -197,7 +207,7 @@ def _double_buffers(model: nn.Module) -> None:
 def _undropped(model: nn.Module) -> Iterator[None]:
     """Sets the rate of all dropout layers to 0 inside a `with` block. There, they refuse hidden states that hold more
     than x, of which they would drop numbers once for each layer."""
-    rates = [(m, m.p) for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+    rates = [(module, module.p) for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
     hooks = [module.register_forward_pre_hook(_refuse_wide) for module, _ in rates]
     try:
         for module, _ in rates:
@@ -227,12 +237,13 @@ def _accumulate(table: Gradients, owner: Any, gradient: Tensor) -> None:
 
 
 class _Tap(torch.autograd.Function):
-    """Makes an alias of a parameter. Its gradient goes to the function `accumulate` only: neither the parameter's hooks
-    nor its `grad` see it."""
+    """Makes a stand-in for a parameter. Its gradient goes to the function `accumulate` only: neither the parameter's
+    hooks nor its `grad` see it."""
 
     @staticmethod
     def forward(ctx: Any, alias: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor:
-        """Returns a view of `alias`, so that autograd calls `backward` with the view's gradient."""
+        """Returns a view of `alias`, the parameter's detached tensor, so that autograd calls `backward` with the view's
+        gradient."""
         ctx.accumulate = accumulate
         return alias.view_as(alias)
 
@@ -252,30 +263,31 @@ def _tapped(
     is_double: bool,
     leaves_large: bool,
 ) -> Iterator[None]:
-    """Collects gradients in the table inside a `with` block: those of all parameters and of each first block's input.
-    Reentrant checkpoints need that input to require a gradient. `shifts`: numbers that are added to parameters;
-    `is_double`: parameters are f64; `leaves_large`: parameters of more than _MANY numbers get no gradient."""
-    first: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # block → (its input, the copy that replaces it)
+    """Collects gradients in the table inside a `with` block: those of all parameters, which stand-ins replace there,
+    and those of the input of each group's first block. Reentrant checkpoints need that input to require a gradient.
+    `shifts`: numbers that are added to parameters; `is_double`: parameters are f64;
+    `leaves_large`: parameters of more than _MANY numbers get no gradient."""
+    inputs: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # first block → (its input, the copy that replaces it)
 
     def enter(block: nn.Module, args: Any, kwargs: Any) -> Any:
         """Replaces a first block's input by a copy whose gradient goes into the table."""
         x = stream_in((args, kwargs))
         if x is None or not torch.is_grad_enabled():
             return None
-        if block not in first:
+        if block not in inputs:
             new = (x if x.grad_fn is not None else x.detach().requires_grad_()).clone()
             new.register_hook(functools.partial(_accumulate, table, block))
-            first[block] = x, new
-        elif x is not first[block][0]:  # this is another call, by a layer that shares the block or by recomputation
+            inputs[block] = x, new
+        elif x is not inputs[block][0]:  # this is another call, by a layer that shares the block or by recomputation
             return None
-        _, new = first[block]
+        _, new = inputs[block]
         return exchanged(args, x, new), exchanged(kwargs, x, new)
 
     owners = [m for model in models for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     held = [(m, name, p) for m in owners for name, p in m._parameters.items() if p is not None]
-    own = [(m, name, p) for m, name, p in held if p.requires_grad or (is_double and p.is_floating_point())]
-    taps: dict[nn.Parameter, Any] = {}
-    for p in dict.fromkeys(p for _, _, p in own):
+    replaced = [(m, name, p) for m, name, p in held if p.requires_grad or (is_double and p.is_floating_point())]
+    taps: dict[nn.Parameter, Any] = {}  # parameter → the tensor in its place
+    for p in dict.fromkeys(p for _, _, p in replaced):
         value = p.detach().double() if is_double else p.detach()
         value = value + shifts[p] if p in shifts else value
         tap = functools.partial(_accumulate, table, p)
@@ -283,11 +295,11 @@ def _tapped(
         taps[p] = _Tap.apply(value.requires_grad_(), tap) if has_gradient else value
     hooks = [g.blocks[0].register_forward_pre_hook(enter, with_kwargs=True) for g in groups]
     try:
-        for module, name, p in own:
+        for module, name, p in replaced:
             module._parameters[name] = taps[p]
         yield
     finally:
-        for module, name, p in own:
+        for module, name, p in replaced:
             module._parameters[name] = p
         for hook in hooks:
             hook.remove()
@@ -314,10 +326,10 @@ def differ(before: Observed, now: Observed) -> str | None:
 
 def random_shifts(model: nn.Module, made: Sequence[nn.Module]) -> dict[nn.Parameter, Tensor]:
     """Returns random numbers to add to parameters, so that no gain is 1 and no two are alike: to those of the modules
-    `made`, and to all vectors."""
+    `made`, which a swap has made, and to all vectors."""
     generator = torch.Generator().manual_seed(0)
-    own = {p for module in made for p in module.parameters()}
-    sizes = {p: 0.3 if p in own else 0.1 for p in model.parameters() if p in own or p.dim() == 1}
+    new = {p for module in made for p in module.parameters()}
+    sizes = {p: 0.3 if p in new else 0.1 for p in model.parameters() if p in new or p.dim() == 1}  # standard deviations
     return {p: (size * torch.randn(p.shape, generator=generator)).to(p) for p, size in sizes.items()}
 
 
@@ -337,7 +349,7 @@ def _root_of_mean(t: Tensor) -> float:
 
 
 def _weights(t: Tensor) -> Tensor:
-    """Returns different weights for a sum over t. An unweighted sum over normed rows would be constant."""
+    """Returns different weights for a sum over t, since an unweighted sum over normed rows would be constant."""
     return torch.arange(t.numel(), dtype=torch.float64, device=t.device).cos()
 
 
@@ -350,13 +362,14 @@ def difference(
         return "its outputs have other shapes"
     for a, b in zip(before, now):
         error = _ERRORS.get(a.dtype, in_16_bits)
+        # in 16 bits a few numbers may differ much by rounding, so the mean counts instead of the largest number
         size_of: Any = _largest if a.dtype in _ERRORS else _root_of_mean
         gap, is_finite = a - b, torch.isfinite(a)
         if not is_finite.all():  # compare only the numbers that were finite before
             a, gap = a[is_finite], gap[is_finite]
         # the sizes of the numbers before and of the differences
         scale, distance = (size_of(t) if t.numel() else 0.0 for t in (a, gap))
-        # a distance of NaN is a difference, too
+        # `not … <=` instead of `>`, so that a distance of NaN counts as a difference
         if not distance <= error * max(scale, least):
             return f"its outputs differ by {distance:.3g} of {scale:.3g}"
     return None

@@ -58,8 +58,8 @@ def register_norm(kind: type[nn.Module], reader: Reader) -> None:
 
 def read_norm(module: nn.Module) -> RecognisedNorm | None:
     """Returns the norm that a module computes. None: it is no known norm."""
-    found = examine(module)
-    return found if isinstance(found, RecognisedNorm) else None
+    result = examine(module)
+    return result if isinstance(result, RecognisedNorm) else None
 
 
 def examine(module: nn.Module) -> RecognisedNorm | str:
@@ -98,6 +98,7 @@ def alike(module: nn.Module) -> Hashable:
 
 
 _EMPTY = nn.Module()
+"""A module that has only the attributes that all modules have."""
 _TORCHS: dict[type[nn.Module], str] = {nn.LayerNorm: "layernorm", nn.RMSNorm: "rmsnorm"}
 
 
@@ -131,7 +132,8 @@ def _own_width(module: Any) -> int:
 
 
 def _registered(module: nn.Module, said: Any) -> RecognisedNorm | str:
-    """Returns the norm that a module of a registered class computes. `said`: the result of the class's reader."""
+    """Returns the norm that a module of a registered class computes, or the reason why it is none. `said`: the result
+    of the class's reader."""
     if said is None:
         return "its reader says that it is no norm over the last dimension"
     kind = type(module).__name__
@@ -142,14 +144,14 @@ def _registered(module: nn.Module, said: Any) -> RecognisedNorm | str:
     width, computes = said
     if computes not in KINDS:
         raise InputError(unknown(f"norm, which the reader of {kind} returned,", computes, KINDS))
-    found = probe(module, width, computes)
-    return found if isinstance(found, RecognisedNorm) else _by_convention(module, width, computes)
+    result = probe(module, width, computes)  # trial calls
+    return result if isinstance(result, RecognisedNorm) else _by_convention(module, width, computes)
 
 
 def _by_convention(module: nn.Module, width: int, computes: str, by_order: bool = True) -> RecognisedNorm:
     """Returns the norm `computes` with the module's parameters `weight` and `bias` as its gain and bias. If a name is
-    missing, the parameters' order decides. `by_order=False`: only names decide, since other parameters enter x̂. A
-    PRepBN, which fades from a norm of rows to another norm, counts as that norm of rows."""
+    missing, the parameters' order decides. `by_order=False`: only names decide, since the module has other parameters
+    than gain and bias. A PRepBN, which fades from a norm of rows to another norm, counts as that norm of rows."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
     candidates = names if by_order else []
     usual = [f"row_{name}" if isinstance(module, nfnn.PRepBN) else name for name in ("weight", "bias")]
@@ -159,12 +161,12 @@ def _by_convention(module: nn.Module, width: int, computes: str, by_order: bool 
     offset, factor = 0.0, 1.0
     if issubclass(kind, RowNorm) and gain is not None:
         like: Any = module if isinstance(module, RowNorm) else kind(width)
-        numbers = like.numbers_of.get("weight", Numbers(1.0))  # offset and factor of the gain, by the norm's class
+        numbers = like.numbers_of.get("weight", Numbers(1.0))  # the class's offset and factor of the gain
         offset, factor = numbers.offset, numbers.factor / like.gain()
     eps = next((getattr(module, name) for name in _EPS if hasattr(module, name)), math.nan)
     if isinstance(module, RowNorm) and getattr(module, "eps_place", "inside") == "outside":
         eps = math.nan  # an ε outside the root is not the ε of the table's formula
-    if gain is None:  # without a gain, factor·offset is 1
+    if gain is None:  # the norm multiplies by factor·(offset + gain), and here by 1
         offset = 1.0
     return RecognisedNorm(width, computes, gain, bias, None if eps is None else float(eps), offset, factor)
 

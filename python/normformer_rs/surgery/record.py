@@ -35,8 +35,8 @@ TIMES = frozenset({"mul", "__mul__", "__rmul__", "mul_", "__imul__", "div", "__t
 
 
 def factor_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
-    """Returns the number by which an operation multiplies a tensor. None: it multiplies by none. `name`: the
-    operation's."""
+    """Returns the number by which the operation `name` multiplies a tensor, or by which an addition multiplies its
+    second operand (`alpha`). None: there is none."""
     numbers = [a for a in args if isinstance(a, int | float) and not isinstance(a, bool)]
     if name in TIMES and len(numbers) == 1 and numbers[0]:
         return 1 / numbers[0] if "div" in name else numbers[0]
@@ -94,7 +94,7 @@ class Call(NamedTuple):
     y: Key | None
     arguments: Mapping[Key, str]
     twin: str | None = None
-    """The name of another argument that is the tensor x, too."""
+    """The name of another argument that is the tensor x, too: the first one, if there are several."""
 
 
 def key(t: Tensor) -> Key:
@@ -120,10 +120,10 @@ def each_once(todo: list[Key]) -> Iterator[Key]:
     meanwhile."""
     seen: set[Key] = set()
     while todo:
-        tensor = todo.pop()
-        if tensor not in seen:
-            seen.add(tensor)
-            yield tensor
+        tensor_key = todo.pop()
+        if tensor_key not in seen:
+            seen.add(tensor_key)
+            yield tensor_key
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -177,7 +177,7 @@ class Record(TorchFunctionMode):
         mode."""
         self.calls: dict[nn.Module, list[Call]] = {}
         self.runs: dict[nn.Module, int] = {}
-        """How often each block was called, and each module that has a block inside it."""
+        """For each block, and each module that has a block inside it, how often it was called."""
         self.outputs_of_attention: dict[Key, Tensor] = {}
         """For each output of torch's functional attention, the weight of its output projection."""
         self.roles: Any = None
@@ -191,6 +191,7 @@ class Record(TorchFunctionMode):
         """How many modules that count as one operation are running. Operations inside them are not recorded."""
         self.alive: list[Any] = []  # keeps tensors alive, so that no identity is used twice
         self.kinds = {part: kind for part in model.modules() if (kind := _counts_as(part))}
+        """The modules whose calls count as one operation each, with their kinds."""
         self.blocks = {*blocks}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -239,6 +240,7 @@ class Record(TorchFunctionMode):
         # in evaluation mode, dropout may return its input itself
         if what in ("dropout", "drop_path") and module is not None and outputs[0] in keys:
             self.dropped.setdefault(outputs[0], []).append(module)
+        # an output that is one of the inputs was made earlier
         self.made |= dict.fromkeys((k for k in outputs if k not in keys), len(self.nodes))
         shapes = tuple(tuple(t.shape) for t in given)
         output_shapes = tuple(tuple(t.shape) for t in made)
@@ -264,24 +266,24 @@ class Record(TorchFunctionMode):
     def derives(self, x: Key, y: Key | None) -> bool:
         """Returns whether the run computed the tensor x from the tensor y."""
         todo = [x]
-        for tensor in each_once(todo):  # also yields the keys that the loop appends to `todo`
-            identity, version = tensor
-            if tensor == y:
+        for tensor_key in each_once(todo):  # also yields the keys that the loop appends to `todo`
+            identity, version = tensor_key
+            if tensor_key == y:
                 return True
-            if tensor in self.made:
-                todo += self.nodes[self.made[tensor]].inputs
+            if tensor_key in self.made:
+                todo += self.nodes[self.made[tensor_key]].inputs
             elif version > 0:  # an operation that returns nothing wrote it, as x[0] = … does
                 todo.append((identity, version - 1))
         return False
 
-    # `record` registers the methods below as hooks of modules.
+    # The function `record` registers the methods below as hooks of modules.
 
     def count(self, module: nn.Module, _: Any) -> None:
         """Counts a module's call."""
         self.runs[module] = self.runs.get(module, 0) + 1
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Notes the start of a module's call."""
+        """Notes the start of a module's call. A hook before it."""
         if module in self.blocks and not self.within:
             x = stream_in((args, kwargs))
             if x is not None:
@@ -291,7 +293,7 @@ class Record(TorchFunctionMode):
             self.within += 1
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Records the end of a module's call: as one operation, as a call of a block, or both."""
+        """Records the end of a module's call: as one operation, as a call of a block, or both. A hook after it."""
         if module in self.kinds:
             self.within -= 1
             if self.kinds[module] == "attention":  # binding puts queries, keys and values into the signature's order
@@ -302,12 +304,15 @@ class Record(TorchFunctionMode):
                 self.add(self.kinds[module], module, given, [key(t) for t in given], out)
         if self.open and self.open[-1][0] is module:  # this module is the block whose call began last
             _, first, x, key_of_x, named = self.open.pop()
+            # the block may return several tensors: its output on the stream is the first one of x's shape
             like_x = (t for t in tensors_in(out) if t.shape == x.shape and t.is_floating_point())
             y = next(like_x, None)
-            self.alive.append(y)
+            self.alive.append(y)  # else a later tensor might get the same identity, and so the same key
             key_of_y = None if y is None else key(y)
-            twins = [name for tensor, name in named if tensor == key_of_x][1:]  # further arguments that are x, too
-            call = Call(first, len(self.nodes), key_of_x, tuple(x.shape), key_of_y, dict(named), *twins[:1])
+            # the arguments that are x; a second one is a twin, of which `swap_residuals` needs to know only one
+            names_of_x = [name for argument_key, name in named if argument_key == key_of_x]
+            twin = names_of_x[1] if len(names_of_x) > 1 else None
+            call = Call(first, len(self.nodes), key_of_x, tuple(x.shape), key_of_y, dict(named), twin)
             self.calls.setdefault(module, []).append(call)
 
 
@@ -323,15 +328,18 @@ def _named(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     """Returns the tensors among a call's arguments, each with the argument's name in the block's signature. Tensors in
     tuples, lists and dictionaries get the name of their argument."""
     try:
-        given = inspect.signature(block.forward).bind(*args, **kwargs).arguments
+        bound = inspect.signature(block.forward).bind(*args, **kwargs)
     except TypeError:  # the arguments do not fit the signature
         return []
-    flat = {**given, **given.pop("kwargs", {})}  # arguments that the signature takes as **kwargs have names, too
+    parameters = bound.signature.parameters.values()
+    rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")  # the name of **kwargs
+    collected = bound.arguments.pop(rest, {})
+    flat = {**bound.arguments, **collected}
     return [(key(t), name) for name, value in flat.items() for t in tensors_in(value)]
 
 
 _RECOGNISED: dict[Any, bool] = {}
-"""Cached results of `is_norm`. The keys are those of `alike`, which are equal for modules that compute the same."""
+"""Cached results of `is_norm`. Modules that compute alike have one key: the result of `alike`."""
 
 
 def _counts_as(module: nn.Module) -> str | None:

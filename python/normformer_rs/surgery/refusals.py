@@ -27,10 +27,11 @@ from .stack_residual import StackResidual
 
 
 def refuse(group: Group, place: Place, to: Any) -> None:
-    """Raises InputError if a stack cannot be converted to the scheme `to`. `place`: the place of its first block."""
+    """Raises InputError if a stack cannot be converted to the scheme `to`. `place`: the place of its first block, which
+    holds the scheme's declaration."""
     for name, module in _reclassed(group):
         refuse_own_forward(name.lstrip("."), module)
-    for i, (name, block) in enumerate(zip(group.names, group.blocks)):
+    for i, (name, block) in enumerate(zip(group.names, group.blocks)):  # i is the layer's number
         for path in _removed(block, place.at(i)):
             if has(block, path):
                 refuse_passed_over(f"{name}.{path}".lstrip("."), block.get_submodule(path), to)
@@ -93,8 +94,8 @@ def refuse(group: Group, place: Place, to: Any) -> None:
 
 
 def refuse_mixed(group: Group, place: Place, to: Any) -> None:
-    """Raises InputError if a stack shares its stream with layers of another form, and the scheme needs to know which
-    layers a stack has."""
+    """Raises InputError if a stack shares its stream with layers of another form, and the scheme `to` needs to know
+    which layers a stack has. `place`: the place of its first block."""
     if group.shares_stream and not _is_local(place):
         raise InputError(
             f"{group.shares_stream}, and {to} depends on the number of layers, or does something before the first or "
@@ -105,7 +106,7 @@ def refuse_mixed(group: Group, place: Place, to: Any) -> None:
 def _is_local(place: Place) -> bool:
     """Returns whether a scheme treats each layer for itself, whatever the depth of the stack."""
     declared = place.declared
-    # the scheme's declaration for another depth shows whether it depends on the depth
+    # the declaration for another depth, here 2·depth + 1, shows whether the scheme depends on the depth
     depths = {"encoder_layers": 2 * place.depth + 1, "decoder_layers": 2 * place.depth + 1}
     deeper = Place(place.config.replace(**depths), place.stack, kinds=place.kinds).declared
     of_stack = declared.begin or declared.end or declared.growth or StackResidual.carries_more(place)
@@ -119,7 +120,8 @@ def _forms(layers: Iterable[Any]) -> set[str]:
 
 
 def refuse_roles(group: Group, init: str | None) -> None:
-    """Raises InputError if blocks are to be re-initialised (`init` is not None) and a matrix's role is unknown."""
+    """Raises InputError if blocks are to be re-initialised (`init` is not None) and a matrix's role is unknown: its
+    initial values depend on the role."""
     advice = "init=None keeps their weights"
     for name, block in zip(group.names, group.blocks):
         structure = None if isinstance(block, tuple(TORCHS)) else structure_of(block)
@@ -128,7 +130,8 @@ def refuse_roles(group: Group, init: str | None) -> None:
         if structure.no_roles:
             raise InputError(f"what the matrices of {name} are for could not be read ({structure.no_roles}): {advice}")
         unclear = next(
-            (x.path for part in structure.parts for x in (*part.linears, *part.experts) if x.is_unclear), None
+            (matrix.path for part in structure.parts for matrix in (*part.linears, *part.experts) if matrix.is_unclear),
+            None,
         )
         if unclear is not None:
             raise InputError(
@@ -141,14 +144,14 @@ def _refuse_shared(group: Group, place: Place, to: Any) -> None:
     """Raises InputError if layers share a block and the scheme treats layers differently, or if the scheme does
     something at the begin or end of a pass through the stack, and the stack's calls do not show these."""
     forms = _forms(place.declared.layers)
-    growth = place.declared.growth is not None and place.declared.growth.by_layer
+    grows_by_layer = place.declared.growth is not None and place.declared.growth.by_layer
     shared = next((b for b in group.blocks if structure_of(b).calls > 1), None)
     if shared is not None and len(group.blocks) > 1:
         raise InputError(
             f"the model runs the {len(group.blocks)} blocks of {group.path} several times in a row, and which of its "
             f"{place.depth} layers runs then is known only where one block is all of them: {to} is not possible here"
         )
-    if shared is not None and (growth or len(forms) > 1):
+    if shared is not None and (grows_by_layer or len(forms) > 1):
         raise InputError(
             f"{to} treats each of {place.depth} layers differently, and they share a {type(shared).__name__} of "
             f"{group.path}: choose a scheme whose layers are alike"
@@ -156,8 +159,8 @@ def _refuse_shared(group: Group, place: Place, to: Any) -> None:
     passes = max(structure_of(block).passes for block in group.blocks)
     # whether the scheme does more after the last layer than the norm that the model has there
     own_end = any(change.kind != "norm" or group.end is None for change in place.declared.end)
-    by_pass = place.declared.begin or own_end or StackResidual.carries_more(place) or place.declared.is_profiled
-    if group.runs != passes and by_pass:
+    acts_on_passes = place.declared.begin or own_end or StackResidual.carries_more(place) or place.declared.is_profiled
+    if group.runs != passes and acts_on_passes:
         counted = "1 pass" if passes == 1 else f"{passes} passes"
         raise InputError(
             f"{to} does something before its first layer, after its last one, or from one layer to another. The model "
@@ -168,12 +171,13 @@ def _refuse_shared(group: Group, place: Place, to: Any) -> None:
 
 def _refuse_inside(group: Group, place: Place, to: Any) -> None:
     """Raises InputError if the scheme changes tensors inside sublayers at points that these blocks do not expose."""
-    asked = {option: getattr(place.config, option) for option in ("qk_norm", "qk_l2norm", "v_norm")}
-    option = next((option for option, value in asked.items() if value), None)
+    values = {option: getattr(place.config, option) for option in ("qk_norm", "qk_l2norm", "v_norm")}
+    option = next((option for option, value in values.items() if value), None)  # the first that is switched on
     # the scheme or the option that acts there, for the message
     what = to if option is None else "qk_norm=True" if option == "qk_norm" else option
     advice = "choose another scheme" if option is None else "leave it out"
-    usual = Place(place.config, place.stack)  # without roles it is unknown which sublayers are attention
+    # Without roles it is unknown which sublayers are attention, so the usual kinds of sublayers are taken.
+    usual = Place(place.config, place.stack)
     acts_inside = any(s.inside for layer in usual.declared.layers for s in layer.sublayers)
     hooked: set[nn.Module] = set()  # the linear layers that the scheme acts at, so far
     for i, block in enumerate(group.blocks):
@@ -183,9 +187,10 @@ def _refuse_inside(group: Group, place: Place, to: Any) -> None:
                 f"{what} acts inside sublayers, and what {kind}'s matrices are for is unknown ({why}): {advice}"
             )
         for part, sublayer in zip(parts_of(block), place.at(i).sublayers):
-            paths: set[str] = set()
+            paths: set[str] = set()  # the linear layers whose inputs or outputs the scheme changes by hooks
             for point in sublayer.inside:
-                # no hook reaches queries, keys and values unless known columns of one layer's output hold them
+                # Queries, keys and values can be changed only if known columns of one layer's output hold them: then a
+                # hook on that layer reaches them. `found`: (path of the layer, …).
                 found = projected(block, part, point, place.config.heads) if point in PROJECTIONS else None
                 if point in BEFORE_PRODUCTS and found is None:
                     raise InputError(
@@ -213,7 +218,7 @@ def _refuse_inside(group: Group, place: Place, to: Any) -> None:
 
 
 def _removed(block: nn.Module, place: Place) -> list[str]:
-    """Returns the paths of the block's norms that the scheme does not call."""
+    """Returns the paths of the block's norms that the scheme does not call. `place`: the block's."""
     parts, sublayers = parts_of(block), place.sublayers
     if isinstance(block, tuple(TORCHS)):
         kept = {what.name for sublayer in sublayers for what in sublayer.around()}
@@ -224,19 +229,19 @@ def _removed(block: nn.Module, place: Place) -> list[str]:
 
 
 def _replaced(block: nn.Module, place: Place) -> list[str]:
-    """Returns the paths of the block's norms that do not stay in their places under the scheme."""
+    """Returns the paths of the block's norms that do not stay where they are under the scheme. `place`: the block's."""
     parts, sublayers = parts_of(block), place.sublayers
     kept: set[str | None] = set()
-    for part, own in zip(parts, sublayers):
-        kept |= {*part.twins, part.before} if only_norm(own.before) is not None else set()
-        kept |= {part.after} if only_norm(own.after) is not None else set()
+    for part, declared in zip(parts, sublayers):  # the model's sublayer, and what the scheme declares for it
+        kept |= {*part.twins, part.before} if only_norm(declared.before) is not None else set()
+        kept |= {part.after} if only_norm(declared.after) is not None else set()
         if not (part.before or part.after or part.branch):
             kept |= {part.norm}  # a registered class does not say where its norm stands
     return [path for part in parts for path in part.norms() if path not in kept]
 
 
 def _reclassed(group: Group) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules whose class the conversion changes, as (name, module)."""
+    """Yields the modules whose class the conversion changes, as (path, module)."""
     for name, block in zip(group.names, group.blocks):
         yield name, block
         if isinstance(block, tuple(TORCHS)):

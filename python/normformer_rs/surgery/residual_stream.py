@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ..errors import InputError
-from ..nn.interpreter import Streams
+from ..nn.interpreter import Streams, open_streams
 from .converted import Converted, residual_of
 from .record import ADDITIONS, FOLLOWED, TIMES, UNCHANGED, factor_of, has_factor, takes_all
 from .structure import Structure
@@ -58,9 +58,9 @@ class Pass:
         """The numbers by which the block's code has multiplied tensors since the last addition."""
         self.has_gradients = torch.is_grad_enabled()
         self.seen: dict[tuple[str, int], int] = {}
-        """(kind, number of writing additions before) → how many operations of the kind ("+" or "*") came since."""
+        """(kind, number of writing additions before) → how many operations of the kind ("+" or "*") came since then."""
         self.totals: dict[tuple[str, int], int] = {}
-        """The content of `seen` at the end of the call."""
+        """A copy of `seen` from the end of the call."""
 
     def shown(self, rows: Tensor) -> Tensor:
         """Returns rows in the block's layout: a block of images has the channels in the second dimension."""
@@ -71,21 +71,24 @@ class Pass:
         return f.movedim(1, -1) if self.structure.has_channels_first else f.reshape(shape)
 
     def only_reads(self, written: int) -> bool:
-        """Returns whether the addition under way only reads the stream. Counts it."""
+        """Returns whether the addition under way only reads the stream. Counts it. `written`: the number of writing
+        additions before it."""
         return self._counted("+", written) in self.structure.reads
 
     def goes_on(self, written: int) -> bool:
-        """Returns whether the result of the multiplication under way is the stream from then on. Counts it."""
+        """Returns whether the result of the multiplication under way is the stream from then on. Counts it. `written`:
+        as in `only_reads`."""
         return self._counted("*", written) in self.structure.scales
 
-    def _counted(self, what: str, written: int) -> tuple[int, int]:
-        """Counts the operation under way and returns its number as in `Structure.reads`, which also counts the
-        additions of sublayers that this call leaves out."""
-        number = self.seen.get((what, written), 0)
-        if self.is_over and (what, written) in self.totals:  # a recomputation begins to count at 0
-            number %= self.totals[what, written]
-        self.seen[what, written] = number + 1
-        return self.recorded[written], number
+    def _counted(self, kind: str, written: int) -> tuple[int, int]:
+        """Counts the operation under way, of the kind "+" or "*". Returns its number as in `Structure.reads`: (number
+        of writing additions before it, index since the last of them). The first also counts the additions of sublayers
+        that this call leaves out."""
+        index = self.seen.get((kind, written), 0)
+        if self.is_over and (kind, written) in self.totals:  # a recomputation begins to count at 0
+            index %= self.totals[kind, written]
+        self.seen[kind, written] = index + 1
+        return self.recorded[written], index
 
     def refuse_reentrant(self) -> None:
         """Raises InputError within a reentrant checkpoint that has begun during this call, since its second run would
@@ -102,8 +105,8 @@ class Pass:
             frame = frame.f_back
 
     def check_factor(self, sublayer: int) -> None:
-        """Raises InputError if the block's code did not multiply the branch of a sublayer by the number that it did in
-        the run that it was swapped by, and by which the scheme divides."""
+        """Raises InputError if the block's code did not multiply a sublayer's branch by `Part.beta`, its number in the
+        run that it was swapped by. The scheme divides the branch by that number."""
         if torch.compiler.is_compiling():
             return
         factors, self.factors = self.factors, []
@@ -130,7 +133,8 @@ class Stream(Tensor):
     """The tensor that the sublayer under way reads if the block has no norm before it. The stream's memory holds these
     numbers, so code that bypasses `__torch_function__` reads them: properties, functions that save tensors, kernels."""
     streams: Streams
-    """The scheme's tensors: x, further streams, and the tensor that the sublayer reads."""
+    """The scheme's tensors: x, further streams, and the tensor that the sublayer reads. Their last dimension is the
+    width."""
     written: int
     """The number of additions to the stream so far in this call."""
     parallel: Tensor | None
@@ -149,7 +153,7 @@ class Stream(Tensor):
         value: Tensor | None = None,
     ) -> "Stream":
         """Returns a stream for x, given in the shape and dtype that the block expects. `value`: the tensor that the
-        sublayer under way reads; None: it is computed."""
+        sublayer under way reads; None: it is computed. `shape`: that of the tensors in `streams`; None: that of x."""
         value = _value(x, under_way, streams, written, parallel) if value is None else value
         stream = value.as_subclass(Stream) if _is_plain(value) else _around(value)
         stream.under_way, stream.plain, stream.streams, stream.written = under_way, x, streams, written
@@ -219,7 +223,7 @@ def _as_scheme(step: Callable[..., Any]) -> Callable[..., Any]:
 @_as_scheme
 def _value(x: Tensor, run: Pass, streams: Streams, written: int, parallel: Tensor | None) -> Tensor:
     """Returns the tensor that the sublayer under way reads if it reads the stream directly; x if it reads through one
-    of the block's norms."""
+    of the block's norms, or if no sublayer is under way. The arguments are those of `Stream.of`."""
     is_after_last = written >= len(run.writes)
     if is_after_last or parallel is not None or run.residual.parts[run.writes[written]].before is not None:
         return x
@@ -248,7 +252,8 @@ def bare(x: Stream) -> Tensor:
 
 def _numbers(x: Stream) -> Tensor:
     """Returns the stream's `value` as a plain tensor. Normally this is a view of the stream, because reentrant
-    checkpoints need the tensor that they detached. Dynamo cannot change a tensor's class, so it gets `value` itself."""
+    checkpoints detach the stream, and gradients must reach that tensor. Dynamo cannot change a tensor's class, so it
+    gets `value` itself."""
     return x.value if torch.compiler.is_compiling() or not _is_plain(x.value) else x.as_subclass(Tensor)
 
 
@@ -280,14 +285,13 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _added(args: Any, kwargs: Any) -> tuple[Stream, Tensor] | None:
-    """Returns the stream and the branch that an addition adds to it, with the factor alpha. None: the addition does not
-    write the stream."""
+    """Returns the stream and the branch that an addition adds to it, multiplied by the addition's factor `alpha`. None:
+    the addition does not write the stream."""
     if len(args) != 2 or {*kwargs} - {"alpha"} or not all(isinstance(a, Tensor) for a in args):
         return None
     streams = [a for a in args if isinstance(a, Stream)]
-    # alpha multiplies the second operand
-    alpha = kwargs.get("alpha", 1)
-    # the trial run found additions that read the stream without writing it, such as one inside a branch
+    alpha = kwargs.get("alpha", 1)  # it multiplies the second operand
+    # the run that the swap is based on has found additions that read the stream without writing it
     if len(streams) != 1 or streams[0].under_way.only_reads(streams[0].written):
         return None
     is_broadcast = args[0].shape != args[1].shape  # a branch has the stream's shape
@@ -315,12 +319,12 @@ def _rearranged(func: Any, args: Any, kwargs: Any) -> Stream | None:
         return None
     streams, shape, value = stream.streams, stream.shape_of_rows, None
     if name == "transpose":
-        # the last dimension must stay the width, and the scheme's tensors must have the dimensions of x
+        # the result is the stream only if the width stays last, and the scheme's tensors have the dimensions of x
         if shape != x.shape or any(d % x.dim() == x.dim() - 1 for d in args[1:3]) or len(args) != 3:
             return None
-        new_x, *others = (func(t, *args[1:], **kwargs) for t in (streams.x, *streams.others, *streams.outputs))
-        count = len(streams.others)  # the first of `others` are further streams, the rest are outputs
-        streams = streams._replace(x=new_x, others=tuple(others[:count]), outputs=tuple(others[count:]), normed=None)
+        new_x, *rest = (func(t, *args[1:], **kwargs) for t in (streams.x, *streams.others, *streams.outputs))
+        count = len(streams.others)
+        streams = streams._replace(x=new_x, others=tuple(rest[:count]), outputs=tuple(rest[count:]), normed=None)
         if streams.read is not None:
             unwritten = tuple(func(t, *args[1:], **kwargs) for t in streams.unwritten)
             streams = streams._replace(read=made, unwritten=unwritten)
@@ -329,12 +333,18 @@ def _rearranged(func: Any, args: Any, kwargs: Any) -> Stream | None:
         if name not in _SHAPES or made.shape[-1:] != x.shape[-1:] or made.numel() != x.numel():
             return None
         value = _numbers(stream).reshape(made.shape)
-    elif made.dtype != x.dtype:
+    elif made.dtype != x.dtype:  # a cast; `normed` is dropped, since it was computed in the old dtype
         cast = tuple(other.to(made.dtype) for other in streams.others)
         read_tensor = None if streams.read is None else made
         streams = streams._replace(x=streams.x.to(made.dtype), others=cast, normed=None, read=read_tensor)
     elif name == "clamp":
         streams = streams._replace(x=func(streams.x, *args[1:], **kwargs), normed=None)
+        run = stream.under_way
+        if streams.read is not None and stream.written < len(run.writes):
+            residual, i = run.residual.layer_of(run.writes[stream.written])
+            streams = open_streams(residual, residual.sublayers[i], streams)
+            read_tensor = streams.x if streams.read is None else streams.read
+            made = run.shown(read_tensor).reshape(made.shape)
     return Stream.of(made, stream.under_way, streams, stream.written, stream.parallel, shape, value)
 
 
@@ -350,7 +360,7 @@ def _read(value: Any) -> Any:
 @_as_scheme
 def read(stream: Stream, norm: nn.Module | None = None) -> Tensor:
     """Returns the tensor that the sublayer under way reads, as a plain tensor: through the block's norm `norm`, or
-    directly if `norm` is None. Between two parallel branches, and after the last sublayer, this is x."""
+    directly if `norm` is None. Between two branches of one sublayer, and after the last sublayer, this is x."""
     run = stream.under_way
     if stream.written >= len(run.writes) or stream.parallel is not None or _is_used_after_call((stream,)):
         return bare(stream)
@@ -383,21 +393,21 @@ def write(stream: Stream, f: Tensor) -> Stream:
         run.check_factor(run.writes[number])
         run.written = number + 1
     f = f if stream.parallel is None else stream.parallel + f
-    # if the next branch belongs to the same sublayer, the scheme gets their sum
+    # if the next addition belongs to the same sublayer, the scheme gets the sum of both branches there
     if number + 1 < len(run.writes) and run.writes[number + 1] == run.writes[number]:
         return Stream.of(bare(stream), run, stream.streams, number + 1, f, stream.shape_of_rows)
     following = run.writes[number + 1] if number + 1 < len(run.writes) else None
     streams = run.residual.write(run.writes[number], stream.streams, run.as_rows(f, stream.shape_of_rows), following)
     plain = streams.x if streams.read is None else streams.read
     plain = run.shown(plain) if run.structure.has_channels_first else plain
-    # x of several streams (mixing) has other dimensions: f then stands in for a tensor of the block's shape
+    # a scheme that mixes several streams gives x another size, and f stands in as a tensor of the block's shape
     plain = plain.reshape(f.shape) if plain.numel() == f.numel() else f.to(plain.dtype)
     return Stream.of(plain, run, streams, number + 1, None, stream.shape_of_rows)
 
 
 class Identity(nn.Identity):
-    """Replaces a norm of a block that the scheme does not have. Given the stream before a sublayer, returns the tensor
-    that the sublayer reads."""
+    """Replaces a norm of a block that the scheme does not have. Given the stream before a sublayer, it returns the
+    tensor that the sublayer reads."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the tensor that the sublayer reads for the stream before it, and any other tensor as it is."""
@@ -436,7 +446,8 @@ class StreamNorm(Converted):
 
 
 class _Runs(threading.local):
-    """The calls of blocks under way in this thread, and whether the scheme computes its own steps now."""
+    """The calls of blocks under way in this thread, the innermost last. `is_schemes`: the code that runs now is the
+    scheme's, not the block's."""
 
     def __init__(self) -> None:
         self.under_way: list[Pass] = []
@@ -465,7 +476,7 @@ def under_way(run: Pass) -> Iterator[None]:
         return
     before, RUNS.is_schemes = RUNS.is_schemes, False
     RUNS.under_way.append(run)
-    has_factors = any(part.beta != 1 for part in run.residual.parts)
+    has_factors = any(part.beta != 1 for part in run.residual.parts)  # else `Pass.check_factor` needs no record
     try:
         with _Factors() if has_factors else contextlib.nullcontext():
             yield
@@ -495,8 +506,9 @@ def _refuse_outside(norm: nn.Module) -> None:
     around the block calls one that the swap has removed. The swap has changed forwards alone."""
     if torch.compiler.is_compiling() or RUNS.is_schemes or RUNS.under_way:
         return
-    if torch._C._current_graph_task_id() != -1:  # a backward pass recomputes
+    if torch._C._current_graph_task_id() != -1:  # a checkpoint recomputes in a backward pass
         return
+    # look for the calling module among the frames: the first `self` that is a module with this norm, or a block's call
     frame = inspect.currentframe()
     while frame is not None:
         owner, method, frame = frame.f_locals.get("self"), frame.f_code.co_name, frame.f_back

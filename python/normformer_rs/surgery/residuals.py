@@ -141,22 +141,23 @@ def _swap(
     options: Mapping[str, Any],
     edits: Edits,
 ) -> Swaps:
-    """Makes the swap of `swap_residuals`, whose arguments have been checked. Its steps: find the stacks, prove their
-    structure, refuse unsuitable ones, convert the blocks, run the model, re-initialise, exchange the optimizer's
-    parameters."""
+    """Makes the swap of `swap_residuals`, whose arguments have been checked; records it in `edits`, which can undo it.
+    Its steps: find the stacks, prove their structure, refuse unsuitable ones, convert the blocks, run the model,
+    re-initialise, exchange the optimizer's parameters."""
     is_init_given = init != UNSAID
     init = init if is_init_given else "scheme"
     stacks = find_stacks(model, example)
     all_plans = _plans(stacks.groups, to, depth, init, options)
     plans = [(group, place) for group, place in all_plans if not _has(group, place)]
-    runs = stacks.run is not None and plans and not any(p.is_meta for p in model.parameters())
+    can_run = stacks.run is not None and plans and not any(p.is_meta for p in model.parameters())
+    # look(training, has_backward) runs the model and returns its outputs and gradients
     look = functools.partial(observe, model, stacks.run, [group for group, _ in plans])
     has_second_proof = all(_is_provable(group) for group, _ in plans)
     # The first proof, of the blocks' own scheme, then leaves the gradients of large matrices to the second, which
     # compares all.
     roughly = functools.partial(look, leaves_large=has_second_proof)
-    # the model's results before the swap, with which the proof and `_try` compare later ones
-    seen = in_both_modes(roughly) if runs else {}
+    # the model's results before the swap, by mode, with which the proof and `_try` compare later ones
+    seen = in_both_modes(roughly) if can_run else {}
     if seen and not any(run.outputs or run.error is not None for run in seen.values()):
         raise InputError(
             f"{type(model).__name__}'s call on example returned no floating-point tensor, and a swap is proven by what "
@@ -168,27 +169,30 @@ def _swap(
     for group, place in plans:
         refuse(group, place, to)
         refuse_roles(group, init)
-    learned = next((sign for group, _ in plans if (sign := sign_of_training(group, optimizer))), None)
-    is_drawn = not is_init_given and any(count_weights(block) for group, _ in plans for block in group.blocks)
-    if learned is not None and is_drawn:
+    # a sign that the model was trained, in words; None: there is none
+    trained = next((sign for group, _ in plans if (sign := sign_of_training(group, optimizer))), None)
+    draws_by_default = not is_init_given and any(count_weights(block) for group, _ in plans for block in group.blocks)
+    if trained is not None and draws_by_default:
         raise InputError(
             f"{edits.title} would draw first values for linear layers of {type(model).__name__} that look trained "
-            f'({learned}): give init=None to keep their weights, or init="scheme" to draw them'
+            f'({trained}): give init=None to keep their weights, or init="scheme" to draw them'
         )
+    # a copy of the model for the proof by a second route; None: there is no such proof
     base = copied(model) if seen and has_second_proof else None
     # the model changes only from here on
     title, before = edits.title, dict(model.named_parameters())
     rows, existing = [], {*model.modules(), *before.values()}  # `existing`: modules and parameters before the swap
-    # new norms get the options of the block's first one, which must be found before the conversion may remove it
-    likes = [_first_norm(group) for group, _ in plans]
-    for (group, place), like in zip(plans, likes):
-        old = [type(block).__name__ for block in group.blocks]
+    # new norms get the options of the block's first norm, which is looked up here because the conversion may remove it
+    first_norms = [_first_norm(group) for group, _ in plans]
+    for (group, place), like in zip(plans, first_norms):
+        old_kinds = [type(block).__name__ for block in group.blocks]
         convert = _convert_torchs if isinstance(group.blocks[0], tuple(TORCHS)) else _convert_foreign
         keeps_weights = init is None
         notes = convert(group, place, edits, keeps_weights)
         if like is not None:
             _take_over_options(group.holder, existing, like)
-        mark_new(group.holder, existing, group.blocks[0], None if like is None else next(like.parameters(), None))
+        like_weight = None if like is None else next(like.parameters(), None)
+        mark_new(group.holder, existing, group.blocks[0], like_weight)
         for i, block in enumerate(group.blocks):
             drawn_note = f"init {place.declared.init}, {count_weights(block)} weights drawn"
             note = "weights kept" if init is None else drawn_note
@@ -202,10 +206,10 @@ def _swap(
             note += f", {removed[0]} gone" if removed else ""
             second = None if type(block) in TORCHS else structure_of(block).second
             note += f", its second stream {second} stays as it is" if second is not None else ""
-            # the first of several equal blocks is described for all
+            # among neighbours with equal sublayers only the first one's are listed
             if parts and (i == 0 or parts != parts_of(group.blocks[i - 1])):
                 note += f"; {'; '.join(map(str, parts))}"
-            rows.append(Row(group.names[i] or "(model)", old[i], f"{type(block).__name__}, {to}", note))
+            rows.append(Row(group.names[i] or "(model)", old_kinds[i], f"{type(block).__name__}, {to}", note))
         rows += notes
     gone = {module for module in existing if isinstance(module, nn.Module)} - {*model.modules()}
     _try(model, look, seen if plans else {}, to, gone, base, example)
@@ -219,8 +223,8 @@ def _swap(
     drawn += [p for group, place in plans if not place.declared.has_biases for p in silence_biases(group, edits)]
     _repoint(optimizer, [group for group, _ in plans], before, dict(model.named_parameters()), drawn)(edits)
     if plans:
-        how = {"swap_residuals": _plain(to, plans[0][1]), "depth": depth, **options}
-        mark(model, "residual", str(to), edits, how)
+        arguments = {"swap_residuals": _plain(to, plans[0][1]), "depth": depth, **options}
+        mark(model, "residual", str(to), edits, arguments)  # the configuration then says how to repeat the swap
     edits.done()
     # add rows for the lists of blocks that stay as they are, and warn of them
     for path, why in stacks.unknown.items() if plans else ():
@@ -237,9 +241,9 @@ def _swap(
     blocks = ((n, block) for group, _ in plans for n, block in zip(group.names, group.blocks))
     new_modules = ((f"{n}.residual", residual_of(block)) for n, block in blocks if residual_of(block) is not None)
     warn_of_adapters(model, title, new_modules)  # type: ignore[arg-type]
-    if learned is not None and drawn and init is None:
+    if trained is not None and drawn and init is None:
         warnings.warn(
-            f"{title} set {len(drawn)} biases of {type(model).__name__} to zero, and they look trained ({learned}): "
+            f"{title} set {len(drawn)} biases of {type(model).__name__} to zero, and they look trained ({trained}): "
             "undo() brings them back",
             stacklevel=LEVEL,
         )
@@ -279,7 +283,8 @@ def _plans(
             shape["init"] = init
         place = Place(
             configure(options, residual=to, **shape),
-            "encoder" if decoders and not group.has_memory else "decoder",  # without cross-attention: decoder-only
+            # without any cross-attention, the model counts as decoder-only
+            "encoder" if decoders and not group.has_memory else "decoder",
             kinds=_kinds(group),
         )
         if place.depth < len(group.blocks):
@@ -328,7 +333,7 @@ def _kinds(group: Group) -> tuple[str, ...] | None:
 
 
 def _has(group: Group, place: Place) -> bool:
-    """Returns whether the blocks already have exactly this scheme."""
+    """Returns whether the blocks already have exactly the scheme and options of `place`."""
     now = place_of(group.blocks[0])
     return now is not None and now.config == place.config
 
@@ -357,7 +362,10 @@ def _take_over_options(stack: nn.Module, existing: set[Any], like: nn.Module) ->
     if not isinstance(getattr(like, "declared", None), NormSpec):  # `like` is none of this package's norms
         return
     alike = [
-        (p, name, child) for p in stack.modules() for name, child in p._modules.items() if type(child) is type(like)
+        (parent, name, child)
+        for parent in stack.modules()
+        for name, child in parent._modules.items()
+        if type(child) is type(like)
     ]
     for parent, name, norm in alike:
         # only norms that the scheme has added, and that differ from `like`, are replaced
@@ -395,7 +403,7 @@ def _proven(
     def swap(groups: list[Group], to: Any, edits: Edits) -> None:
         """Gives each group the scheme `to(group)`."""
         for group in groups:
-            ((_, place),) = _plans([group], to(group), depth=None, init=None, options={})
+            ((_, place),) = _plans([group], to(group), depth=None, init=None, options={})  # one group gives one plan
             _convert_foreign(group, place, edits, keeps=True)
 
     for path, fault in prove(model, foreign, swap, is_wide, look, seen).items():
@@ -416,21 +424,21 @@ def _try(
     base: nn.Module | None,
     example: Any,
 ) -> None:
-    """Runs the swapped model in both modes, and `base` with the scheme's equations by the second route, with random
-    gains. Errors: InputError if the two differ, if the swapped model fails although the model ran before the swap, or
-    if it calls one of the modules `gone`, which the swap has removed. Schemes that act inside sublayers fail if the
-    layers there do not have the roles that were found.
+    """Runs the swapped model in both modes, and `base` with the scheme's equations by the second route. In both, random
+    numbers are added to the gains. Errors: InputError if the two differ, if the swapped model fails although the model
+    ran before the swap, or if it calls one of the modules `gone`, which the swap has removed. Schemes that act inside
+    sublayers fail if the layers there do not have the roles that were found.
 
     Args:
         look: runs the model, as `observe`.
-        seen: the runs before the swap, by training mode.
+        seen: the runs before the swap, by mode (True: training mode).
         base: a copy of the model from before the swap; None: the blocks are torch.nn's or of a registered class, for
             which there is no second route.
         example: the example of `swap_residuals`.
     """
     made = [module for module in model.modules() if isinstance(module, BlockResidual | StackResidual)]
     shifts = random_shifts(model, made)
-    growing = [module.t for module in made if module.growth is not None]
+    growing = [module.t for module in made if module.growth is not None]  # t counts the updates, from 1
     try:
         for t in growing:
             t.fill_(LATER)
@@ -455,16 +463,17 @@ def _try(
 
 
 LATER = 7
-"""The update whose α_t a proof computes with: at the first one, branchnorm's branches count for nothing."""
+"""The update number t in a proof's runs. At t = 1, branchnorm gives branches almost no weight, which would hide
+faults."""
 
 
 def _run_without(gone: set[nn.Module], run: Callable[[], Observed], model: nn.Module, to: Any) -> Observed:
     """Returns `run()`, a run of the swapped model. Errors: InputError if it calls one of the modules `gone`."""
     called: list[nn.Module] = []
 
-    def note(one: nn.Module, _: Any) -> None:
-        if one in gone:  # a norm shares its hooks with the identity that replaces it
-            called.append(one)
+    def note(module: nn.Module, _: Any) -> None:
+        if module in gone:  # the identity in a norm's place shares the norm's hooks, and its calls do not count
+            called.append(module)
 
     hooks = [module.register_forward_pre_hook(note) for module in gone]
     try:
@@ -481,8 +490,8 @@ def _run_without(gone: set[nn.Module], run: Callable[[], Observed], model: nn.Mo
 
 
 def _is_provable(group: Group) -> bool:
-    """Returns whether a run has described the blocks, and they have no scheme of this package yet. It does not describe
-    torch.nn's layers and registered classes."""
+    """Returns whether a run has shown the blocks' structure, and they have no scheme of this package yet. That of
+    torch.nn's layers and registered classes is known without a run."""
     is_known = isinstance(group.blocks[0], tuple(TORCHS)) or declaration_of(type(group.blocks[0])) is not None
     return not is_known and structure_of(group.blocks[0]).is_found and place_of(group.blocks[0]) is None
 
@@ -499,16 +508,19 @@ _OURS = {
 
 def _convert_torchs(group: Group, place: Place, edits: Edits, _: bool) -> list[Row]:
     """Turns torch.nn's layers, and their stack if there is one, into this package's. Their children keep their names.
-    Returns rows of the table about the last norm. The last argument is unused; `_convert_foreign` has the same four."""
+    Returns rows of the table about norms before the first layer and after the last: the last norm was added or removed,
+    or the caller must add one. The fourth argument is unused; it exists because `_convert_foreign` has it."""
     notes, holder = [], group.holder
     in_stack = type(holder) in TORCH_STACKS
     for i, layer in enumerate(group.blocks):
         for module in layer.modules():  # all modules, since the linear layers are re-initialised later
             edits.remember(module)
+        # accelerate may leave a copy of the class's forward in an instance; as `adopt` changes the class of attentions,
+        # their copies are renewed after it. Forwards of a user's own stay, and only now can the two be told apart.
         with_stock_forward = [module for module in layer.children() if own_forward(module) is None]
         reclass(layer, _OURS[type(layer)])
         layer.adopt(Place(place.config, place.stack, i), in_stack)  # type: ignore[operator]
-        for module in with_stock_forward:  # `adopt` has changed the class of attentions, too
+        for module in with_stock_forward:
             rebind_forward(module)
     if in_stack:
         edits.remember(holder)
@@ -517,8 +529,8 @@ def _convert_torchs(group: Group, place: Place, edits: Edits, _: bool) -> list[R
         holder.adopt(place)  # type: ignore[operator]
         path = f"{group.path.removesuffix('layers')}norm"
         if (norm is None) != (holder.norm is None):
-            names = ["none" if n is None else type(n).__name__ for n in (norm, holder.norm)]
-            notes.append(Row(path, names[0], names[1], f"last norm {'added' if norm is None else 'removed'}"))
+            old, new = ("none" if n is None else type(n).__name__ for n in (norm, holder.norm))
+            notes.append(Row(path, old, new, f"last norm {'added' if norm is None else 'removed'}"))
     for where, changes in (("before the first", place.declared.begin), ("after the last", place.declared.end)):
         if changes and not in_stack:
             note = f"{place.config.residual} needs a norm {where} layer: add it yourself"
@@ -534,12 +546,16 @@ def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> l
     notes: list[Row] = []
     holder = None if isinstance(group.holder, LISTS) else group.holder
     has_end = any(change.kind == "norm" for change in place.declared.end)
-    # a model's own pre-norm blocks without a last norm do not get one from the same scheme
+    # a swap to prenorm adds no last norm to a model whose blocks are pre-norm already and have none after them
     stays_without_end = place.config.residual == "prenorm" and group.end is None and _is_prenorm(group)
-    stack = StackResidual(place, group.blocks, has_end and (group.end is not None or stays_without_end))
+    omits_end = has_end and (group.end is not None or stays_without_end)
+    stack = StackResidual(place, group.blocks, has_end_norm=omits_end)
     structures = [structure_of(block) for block in group.blocks]
     places = map(place.at, range(place.depth))
-    residuals = [BlockResidual(*arguments, stack) for arguments in zip(group.blocks, places, structures)]
+    residuals = [
+        BlockResidual(block, block_place, structure, stack)
+        for block, block_place, structure in zip(group.blocks, places, structures)
+    ]
     for block, residual in zip(group.blocks, residuals):
         stack.keeps(residual.kept_widths())
         if keeps:
@@ -551,7 +567,7 @@ def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> l
     elif holder is not None:
         edits.remember(holder)
         setattr(holder, _name(holder, group), stack)
-        calls = StackCalls(stack, 0 if group.end is None else group.end.early)
+        calls = StackCalls(stack, early=0 if group.end is None else group.end.early)
         edits.afterwards(holder.register_forward_pre_hook(calls.begin, prepend=True).remove)
         edits.afterwards(holder.register_forward_hook(calls.end, always_call=True).remove)
         if stack.is_wide:
@@ -560,14 +576,14 @@ def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> l
             around = [path.rsplit(".", i)[0] for i in range(path.count(".") + 1)] if path else []
             for outer in (*around, ""):
                 edits.afterwards(edits.model.get_submodule(outer).register_forward_hook(show).remove)
-    else:
+    else:  # a bare list cannot hold the stack's parameters, so the first block does
         residual_of(group.blocks[0]).add_module("stack", stack)
     if group.end is not None and not has_end:
         path = f"{group.end.path}.{group.end.name}".lstrip(".")
         notes.append(Row(path, type(group.end.norm).__name__, "Identity", "last norm removed"))
         norm, identity = group.end.norm, nn.Identity()
         edits.succeed(norm, identity)
-        for module in [*edits.model.modules()]:
+        for module in [*edits.model.modules()]:  # each module that has the norm as a child is about to change
             if any(child is norm for child in module.children()):
                 edits.remember(module)
         _put_everywhere(edits.model, norm, identity)
@@ -623,7 +639,8 @@ def _free_name(module: nn.Module) -> str:
 def _convert_loop(
     group: Group, residuals: Sequence[BlockResidual], stack: StackResidual, has_end: bool, edits: Edits
 ) -> None:
-    """Turns a module with a loop into a subclass whose forward runs on a residual stream."""
+    """Turns a module whose forward loops over the layers (`group.loop`) into a subclass whose forward runs on a
+    residual stream. `residuals`: one for each layer; `has_end`: the scheme ends with a norm."""
     loop: Any = group.loop
     edits.remember(loop)
     for view, residual in zip(group.blocks, residuals):
@@ -647,10 +664,10 @@ def _exchange_parts(block: nn.Module, residual: BlockResidual, own: Any, edits: 
     parts = residual.parts
     norms = [path for part in parts for path in part.norms()]
     dropouts = [part.dropout for part in parts if part.dropout is not None and _is_module(block, part.dropout)]
-    paths = [part.drop_path for part in parts if part.drop_path is not None]
+    drop_paths = [part.drop_path for part in parts if part.drop_path is not None]
     # the form that the blocks already have (OwnForm) keeps their factors
     scales = [path for part in parts for path in part.scales if not isinstance(residual.place.config.residual, OwnForm)]
-    moved = {block.get_submodule(path) for path in (*norms, *dropouts, *paths)}
+    moved = {block.get_submodule(path) for path in (*norms, *dropouts, *drop_paths)}
     names = [name for name, module in block.named_modules(remove_duplicate=False) if module in moved]
     for parent in {parent_of(path) for path in (*names, *scales)}:
         edits.remember(block.get_submodule(parent))
@@ -665,7 +682,8 @@ def _exchange_parts(block: nn.Module, residual: BlockResidual, own: Any, edits: 
             reclass(norm, converted_class(original(type(norm)), StreamNorm))
     for path in scales:
         _put(block, path, nn.Identity())
-    for i, part in enumerate(parts):  # stochastic depth runs after the sublayer's dropout, if it has one
+    # sublayer i's dropout moves to the residual as dropout{i + 1}; stochastic depth, if any, runs after it
+    for i, part in enumerate(parts):
         drop = part.dropout
         if drop is not None and _is_module(block, drop) and (own is None or part.moves is not None):
             residual.add_module(f"dropout{i + 1}", block.get_submodule(drop))
@@ -675,7 +693,7 @@ def _exchange_parts(block: nn.Module, residual: BlockResidual, own: Any, edits: 
             residual.add_module(f"dropout{i + 1}", joined)
     moves = [part.moves for part in parts if part.moves is not None]
     # a registered block keeps its own dropouts in place, except those that move
-    for path in [*dropouts, *paths] if own is None else moves:
+    for path in [*dropouts, *drop_paths] if own is None else moves:
         if not isinstance(dropout := block.get_submodule(path), nn.Identity):
             _put_everywhere(block, dropout, nn.Identity())
     for point in residual.reach_inside():
@@ -728,7 +746,8 @@ def _repoint(
         if p in known:
             continue
         candidates = [q for q in known if q.requires_grad] or [*known]
-        # the nearest old parameter shares the longest beginning of the path
+        # the nearest old parameter is a vector if the new one is, and shares the longest beginning of its path; among
+        # equally near ones the name decides
         anchor = max(candidates, key=lambda q: ((q.dim() > 1) == (p.dim() > 1), _common(names[q], name), names[q]))
         exchange.setdefault(anchor, [(names[anchor], anchor)] if anchor in kept else []).append((name, p))
     return Repoint(optimizer, exchange, names, drawn)

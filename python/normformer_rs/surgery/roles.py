@@ -8,7 +8,7 @@ respect to that row's output is not zero. Keys and values are found likewise.
 
 A gated feed-forward computes a ⊙ φ(b). To tell a from b, the run is repeated with some rows' outputs multiplied by −2.
 The derivative with respect to a row of a is φ(b), so it changes only if the matching row of b was scaled. The
-derivative with respect to a row of b changes if either row was scaled.
+derivative with respect to a row of b changes if either row was scaled. Rows of a are called linear, rows of b curved.
 """
 
 import itertools
@@ -92,6 +92,21 @@ def find_roles(
         raise
     except Exception as reason:  # a model may raise anything where gradients are recorded
         return Roles({}, f"{type(reason).__name__}: {str(reason).partition(chr(10))[0]}")
+
+
+class _Tested(NamedTuple):
+    """A branch's last matrix whose input may be a product of two factors.
+
+    Attributes:
+        number: the number of its product.
+        derivatives: the numbers of the products that compute the input → derivatives of the input's weighted sum with
+            respect to their outputs.
+        weights: the weights of that sum, in the input's shape.
+    """
+
+    number: int
+    derivatives: dict[int, Tensor]
+    weights: Tensor
 
 
 class _Reader:
@@ -181,6 +196,7 @@ class _Reader:
         query_rows = [set[int]().union(*sets) for sets in queries.values()]
         # if several matrices compute the queries, as with an adapter, each must have rows of its own for every head
         by_matrix = zip(queries.values(), query_rows)
+        # each matrix's number of heads; 0 if heads have rows in common
         counts = {len(sets) if sum(map(len, sets)) == len(rows) else 0 for sets, rows in by_matrix}
         if len(query_rows) == 1:
             count = len(query_rows[0]) // attention.q.shape[-1]  # the number of rows divided by that of one head
@@ -196,63 +212,68 @@ class _Reader:
     def _heads(self, t: Tensor) -> dict[int, list[set[int]]]:
         """Returns, for each matrix that `t` (queries, keys or values) is computed from, the set of rows of each
         head."""
-        found: dict[int, list[set[int]]] = {}
+        rows_of_heads: dict[int, list[set[int]]] = {}
         leaves = leaves_of(t)
         # the heads of one example; if batch and heads share a dimension, later examples add no new sets
-        for part in (t[0] if t.dim() > 3 else t).reshape(-1, *t.shape[-2:]):
-            for i, g in self._reached((part * self._weights(part)).sum(), leaves).items():
+        for head in (t[0] if t.dim() > 3 else t).reshape(-1, *t.shape[-2:]):
+            for i, g in self._reached((head * self._weights(head)).sum(), leaves).items():
                 rows = {*_columns(g).nonzero().flatten().tolist()}
-                if rows and rows not in found.setdefault(i, []):
-                    found[i].append(rows)
-        return found
+                if rows and rows not in rows_of_heads.setdefault(i, []):
+                    rows_of_heads[i].append(rows)
+        return rows_of_heads
 
     def _leaf(self, heads: dict[int, Any]) -> Tensor:
         """Returns the output of the one matrix in a result of `_heads`."""
         return self.run.products[next(iter(heads))].leaf
 
     def _mixes(self, product: Product, behind: set[int]) -> bool:
-        """Returns whether a branch mixes rows (tokens): whether the last row of its last matrix's input depends on
-        other rows of earlier matrices' outputs than the last. `behind`: the leaves that the input is computed from."""
+        """Returns whether a branch mixes tokens: whether its last matrix reads, for the last token, outputs of the
+        branch's earlier matrices at other tokens. `product`: that of the last matrix; `behind`: the leaves that its
+        input is computed from."""
         x = product.x
         if not x.requires_grad or x.dim() < 3 or x.shape[-2] < 2:
             return False
         last = x[..., -1, :]
         inside = {id(p.leaf) for p in self.run.products if p.owner in self.writers[product.owner]}
-        found = self._reached((last * self._weights(last)).sum(), behind & inside)
-        with_equal_rows = [g for g in found.values() if g.dim() == x.dim() and g.shape[-2] == x.shape[-2]]
-        return any(bool((g[..., :-1, :] != 0).any()) for g in with_equal_rows)
+        derivatives = self._reached((last * self._weights(last)).sum(), behind & inside)
+        # outputs with another number of tokens cannot be compared
+        comparable = [g for g in derivatives.values() if g.dim() == x.dim() and g.shape[-2] == x.shape[-2]]
+        return any(bool((g[..., :-1, :] != 0).any()) for g in comparable)
 
     # The methods below find the matrices of feed-forwards.
 
     def _feed_forwards(self, again: Callable[[Any], Trace | None]) -> None:
-        """Finds the matrices that a feed-forward's last matrix reads, and distinguishes fc1 from the gate. If the last
-        matrix reads attention's output, the other factor of its input is attention's output gate."""
-        # (number of a last matrix's product, number of each product it reads → derivative, weights of the derivative)
-        tested: list[tuple[int, dict[int, Tensor], Tensor]] = []
+        """Finds the matrices that compute the input of a feed-forward's last matrix, and notes which rows are fc1 and
+        which the gate. If that input also depends on attention's output, its other factor is attention's output gate.
+        `again`: repeats the run with some outputs scaled (see `find_roles`)."""
+        tested: list[_Tested] = []
         for i, product in enumerate(self.run.products):
             if product.owner not in self.writers or not product.x.requires_grad:
                 continue
             behind, weights = leaves_of(product.x), self._weights(product.x)
             own = self.writers[product.owner] - {product.owner}  # the branch's other matrices
             inside = {leaf for leaf in behind if self._owner(leaf) in own}
-            found = self._reached((product.x * weights).sum(), inside)
+            derivatives = self._reached((product.x * weights).sum(), inside)
             attends = bool(behind & self.run.attended)
-            found = {j: g for j, g in found.items() if attends or j not in self.heads}
+            # matrices of queries, keys and values (`heads`) count only if they may also hold rows of an output gate
+            derivatives = {j: g for j, g in derivatives.items() if attends or j not in self.heads}
             # a product of two factors would read twice as many rows as the input has columns
-            is_one_factor = sum(g.shape[-1] for g in found.values()) == product.x.shape[-1]
+            is_one_factor = sum(g.shape[-1] for g in derivatives.values()) == product.x.shape[-1]
             if is_one_factor and not attends:
-                for j, g in found.items():  # all rows: a zero derivative may only mean that ReLU returned 0
+                for j, g in derivatives.items():  # all rows: a zero derivative may only mean that ReLU returned 0
                     self._own(j, range(g.shape[-1]), "fc1")
-            elif found:
-                tested.append((i, found, weights))
+            elif derivatives:
+                tested.append(_Tested(i, derivatives, weights))
                 self.tested.add(i)
         for i, linear, curved in self._linear_rows(tested, again):
             product = self.run.products[i]
-            for j in linear:  # if all rows seen are of one kind, so are the rest, for which ReLU may have returned 0
+            # The rows of a matrix as wide as the input are all of one kind. Rows for which ReLU returned 0 have no
+            # derivative and are in neither set, so they join the others.
+            for j in linear:
                 size, width = self.run.products[j].leaf.shape[-1], product.x.shape[-1]
                 if size == width and bool(linear[j]) != bool(curved[j]):
-                    every = {*range(size)}
-                    linear[j], curved[j] = (every, set()) if linear[j] else (set(), every)
+                    all_rows = {*range(size)}
+                    linear[j], curved[j] = (all_rows, set()) if linear[j] else (set(), all_rows)
             counts = [sum(map(len, rows.values())) for rows in (linear, curved)]
             if leaves_of(product.x) & self.run.attended:
                 for j in linear:  # the rows that have no role yet
@@ -262,7 +283,7 @@ class _Reader:
                 for j in linear:
                     self._own(j, linear[j], "gate")
                     self._own(j, curved[j], "fc1")
-            elif not self._mixes(product, leaves_of(product.x)):
+            elif not self._mixes(product, leaves_of(product.x)):  # a branch that mixes tokens is no feed-forward
                 self.unclear |= {*linear}
 
     def _owner(self, leaf: int) -> Owner | None:
@@ -271,35 +292,42 @@ class _Reader:
         return None if number is None else self.run.products[number].owner
 
     def _linear_rows(
-        self, tested: list[tuple[int, dict[int, Tensor], Tensor]], again: Callable[[Any], Trace | None]
+        self, tested: list[_Tested], again: Callable[[Any], Trace | None]
     ) -> Iterator[tuple[int, dict[int, set[int]], dict[int, set[int]]]]:
-        """Yields for each product in `tested` (described in `_feed_forwards`): its number; and for each matrix it reads
-        the rows in which its input is linear (rows of a), and those in which it is not (rows of b)."""
-        scaled = {j for _, found, _ in tested for j in found}
-        # at how many places the derivative with respect to each row stayed although the row was scaled
-        kept = {(i, j): torch.zeros(g.shape[-1], device="cpu") for i, found, _ in tested for j, g in found.items()}
+        """Yields for each product in `tested` its number, and two dictionaries: the number of a product that computes
+        its input → the linear rows of that product's matrix, and likewise its curved rows. `again`: see `find_roles`.
+
+        Repeated runs scale each row at half of the places (an example's token) of all runs. A row is linear if the
+        derivative with respect to it often stays where the row was scaled (see the module's docstring)."""
+        scaled = {j for _, derivatives, _ in tested for j in derivatives}
+        # (i, j) → at how many places the derivative with respect to each row stayed although the row was scaled
+        kept = {
+            (i, j): torch.zeros(g.shape[-1], device="cpu")
+            for i, derivatives, _ in tested
+            for j, g in derivatives.items()
+        }
         patterns = {j: _patterns(self.run.products[j].leaf, self.random) for j in scaled}
         for repetition in range(_RUNS if scaled else 0):
             other = again({j: patterns[j][repetition] for j in scaled})
-            for i, found, weights in tested if other is not None else ():
+            for i, derivatives, weights in tested if other is not None else ():
                 assert other is not None
-                outputs = [other.products[j].leaf for j in found]
+                outputs = [other.products[j].leaf for j in derivatives]
                 total = (other.products[i].x * weights).sum()
-                derivatives = torch.autograd.grad(total, outputs, retain_graph=True, allow_unused=True)
-                for (j, before), now in zip(found.items(), derivatives):
+                new_derivatives = torch.autograd.grad(total, outputs, retain_graph=True, allow_unused=True)
+                for (j, before), now in zip(derivatives.items(), new_derivatives):
                     if now is not None:
                         # a derivative stays if it is equal up to a few roundings
                         stays = (now - before).abs() <= 4 * torch.finfo(now.dtype).eps * before.abs()
                         kept_here = patterns[j][repetition] & stays & (before != 0)
                         kept[i, j] += kept_here.reshape(-1, kept_here.shape[-1]).sum(0).cpu()
-        for i, found, _ in tested:
-            rows = {j: {*_columns(g).nonzero().flatten().tolist()} for j, g in found.items()}
-            # A row of a keeps its derivative where a is scaled and b is not: at about a quarter of all places. A row of
-            # b keeps it hardly anywhere. The threshold is 1/64 of the places.
-            counts = {j: (g != 0).reshape(-1, g.shape[-1]).sum(0).cpu() for j, g in found.items()}
-            often = {j: kept[i, j] > _RUNS * counts[j] / 64 for j in found}
-            linear = {j: rows[j] & {*often[j].nonzero().flatten().tolist()} for j in found}
-            yield i, linear, {j: rows[j] - linear[j] for j in found}
+        for i, derivatives, _ in tested:
+            rows = {j: {*_columns(g).nonzero().flatten().tolist()} for j, g in derivatives.items()}
+            # A linear row keeps its derivative where it is scaled and its row of b is not: at about a quarter of all
+            # places. A curved row keeps it hardly anywhere. The threshold is 1/64 of the places.
+            counts = {j: (g != 0).reshape(-1, g.shape[-1]).sum(0).cpu() for j, g in derivatives.items()}
+            often = {j: kept[i, j] > _RUNS * counts[j] / 64 for j in derivatives}
+            linear = {j: rows[j] & {*often[j].nonzero().flatten().tolist()} for j in derivatives}
+            yield i, linear, {j: rows[j] - linear[j] for j in derivatives}
 
 
 def _columns(g: Tensor) -> Tensor:
@@ -322,8 +350,8 @@ def _is_unscaled(attention: Attention, q: Tensor, k: Tensor) -> bool:
 
 
 def _patterns(leaf: Tensor, random: torch.Generator) -> list[Tensor]:
-    """Returns, for each repeated run, a mask of a matrix's outputs to scale. Each row is scaled at a random half of its
-    places over all runs, so two rows hardly ever share a pattern."""
+    """Returns, for each repeated run, a mask of a matrix's outputs to scale. `leaf`: those outputs. Each row is scaled
+    at a random half of its places over all runs, so two rows hardly ever share a pattern."""
     places = leaf[..., 0].numel()
     # for each row, a random permutation of its places in all runs, whose lower half is chosen
     order = torch.rand(_RUNS * places, leaf.shape[-1], generator=random, device="cpu").argsort(0)

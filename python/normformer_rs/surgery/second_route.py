@@ -30,7 +30,8 @@ from .record import ADDITIONS, FOLLOWED, TIMES, exchanged, factor_of, has_factor
 from .residual_stream import Identity
 
 Way = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
-"""An operation that a block applies to the residual stream without reading it, such as a reshape, and its inverse."""
+"""An operation that a block applies to the residual stream without reading it, such as a reshape, and its inverse:
+(forth, back)."""
 
 
 class State:
@@ -53,25 +54,28 @@ class State:
 
 
 class Branches:
-    """The branches F(x) of a run, in order, for more runs in which sublayers without a norm read something else: 2·x,
-    or x with its columns moved by one. A sublayer norms its input by itself, unseen, if F(2·x) is F(x) and the other
-    is not."""
+    """Finds sublayers that norm their input by code of their own, which this route cannot see. Two more runs show them:
+    sublayers without a known norm read 2·x in one, and x with its columns moved by one in the other. A sublayer norms
+    its input if F(2·x) is F(x), but F of the moved x is not."""
 
     def __init__(self) -> None:
         self.values: list[Tensor] = []
+        """The branches F(x) of the first run, in order."""
         self.changed: Callable[[Tensor], Tensor] | None = None
         """The change of what sublayers read. None: this is the first run."""
         self.changes: list[dict[int, tuple[float, str]]] = []
         """For each later run: the number of a branch → (the largest change of its numbers, the sublayer's name)."""
         self.number = 0
+        """How many branches the run under way has had."""
 
     def again(self, changed: Callable[[Tensor], Tensor]) -> None:
-        """Begins another run."""
+        """Begins another run, in which sublayers read `changed(x)`."""
         self.changed, self.number = changed, 0
         self.changes.append({})
 
     def kept(self, f: Tensor, name: str) -> Tensor:
-        """Returns a branch as the first run had it. `name`: the sublayer's, if it has no norm before it, else ""."""
+        """Notes the branch f, and returns it as the first run had it, so that later sublayers get equal inputs in all
+        runs. `name`: the sublayer's, if it has no norm before it, else ""."""
         if self.changed is None:
             self.values.append(f.detach())
             return f
@@ -87,7 +91,8 @@ class Branches:
 
 
 NO_CHANGE = 1e-3
-"""A norm's ε may change F(2·x) by this share of what another x changes."""
+"""F(2·x) counts as F(x) if it differs by less than this share of the change that the moved x makes. It is not 0,
+because of a norm's ε."""
 
 
 class Block:
@@ -99,21 +104,23 @@ class Block:
     ) -> None:
         self.whole, self.state, self.layer, self.branches, self.kind = whole, state, layer, branches, kind
         self.layers: Any = getattr(whole, "layers", [whole])
-        self.size = len(whole.parts) // len(self.layers)  # sublayers of a layer
-        every = whole.structure.writes
+        self.size = len(whole.parts) // len(self.layers)  # the number of sublayers in a layer
+        all_writes = whole.structure.writes
         # cross-attentions that this call leaves out, since it has no encoder's output
         left_out = {i for i, part in enumerate(whole.parts) if part.memory and given.get(part.memory) is None}
-        self.writes = [i for i in every if i not in left_out]
+        self.writes = [i for i in all_writes if i not in left_out]
         """For each addition to the stream, the number of the sublayer that it belongs to."""
-        self.numbers = [n for n, i in enumerate(every) if i not in left_out] + [len(every)]
+        self.numbers = [n for n, i in enumerate(all_writes) if i not in left_out] + [len(all_writes)]
         """For each addition to the stream, its number in `Structure.reads`, which also counts those left out."""
         self.written = 0
         """How many additions to the stream have run."""
-        self.factors: list[float] = []  # the numbers by which the code has multiplied tensors since then
-        self.since = self.times = 0  # the additions and products with the stream since the last of those
-        self.sum: Tensor | None = None  # the branches so far of a sublayer that adds several
+        # the next three count from the last addition that wrote the stream
+        self.factors: list[float] = []  # the numbers by which the block's code has multiplied tensors
+        self.reading_additions = 0  # the number of additions that had the stream as an operand
+        self.multiplications = 0  # the number of multiplications of the stream by numbers
+        self.sum: Tensor | None = None  # the sum so far, if the sublayer under way adds several branches
         self.read: Any = None  # x, or a mixture of the streams, before the norm of the sublayer under way
-        self.rest: Any = ()  # what that mixture hands to the sublayer's write
+        self.rest: Any = ()  # the tensors that `mixing.read` returns for `mixing.write`, besides that mixture
         self.residual = self.layers[0]
         self.became: tuple[Tensor, Tensor] | None = None
         """(F, the stream), if the block added the stream to F in place, and may return F."""
@@ -130,19 +137,20 @@ class Block:
 
     def open(self) -> None:
         """Begins a sublayer: sets the tensor that its norm gets."""
-        s = self.state
-        self.read = s.x
+        state = self.state
+        self.read = state.x
         if self.sublayer.mixing is not None:
-            self.read, self.rest = mixing.read(self.sublayer.mixing, self.residual, (s.x, *s.others))
+            self.read, self.rest = mixing.read(self.sublayer.mixing, self.residual, (state.x, *state.others))
 
     def before(self, own: nn.Module | None = None) -> Tensor:
-        """Returns the tensor that the sublayer reads. `own`: a norm in place of the scheme's."""
+        """Returns the tensor that the sublayer reads; in a later run of `branches`, that tensor with their change.
+        `own`: a norm in place of the scheme's."""
         x = self._before(own)
         changed = self.branches.changed
         return x if changed is None or self.part.before is not None else changed(x)
 
     def _before(self, own: nn.Module | None) -> Tensor:
-        """Returns the tensor that the scheme lets the sublayer read."""
+        """Returns the tensor that the scheme lets the sublayer read. `own`: as in `before`."""
         main = only_norm(self.sublayer.before)
         if own is not None and main is not None:
             x = apply_norm(own, self.read, None)
@@ -163,26 +171,31 @@ class Block:
         self._check_factor()
         f = self.branches.kept(f, f"the sublayer {self.part} of a {self.kind}" if self.part.before is None else "")
         self.sum = f if self.sum is None else self.sum + f
-        i, self.written, self.since, self.times = self.writes[self.written], self.written + 1, 0, 0
-        if self.part is not None and self.writes[self.written] == i:
+        number = self.writes[self.written]  # the sublayer's number; a loop counts sublayers across its layers
+        self.written += 1
+        self.reading_additions = self.multiplications = 0
+        if self.part is not None and self.writes[self.written] == number:  # the sublayer adds another branch
             return
-        owner, s, f, self.sum, i = self.residual, self.state, self.sum, None, i % self.size
+        f, self.sum = self.sum, None
+        owner, state, i = self.residual, self.state, number % self.size
         sublayer, declared = owner.sublayers[i], owner.place.sublayers[i]
-        f = apply_changes(owner, sublayer.branch, f / owner.parts[i].beta, None, s.kept) * declared.scale
-        x = apply_changes(owner, sublayer.skip, s.x, None, s.kept)
+        # the division takes back the block's own factor, in whose place the scheme has its gains
+        f = apply_changes(owner, sublayer.branch, f / owner.parts[i].beta, None, state.kept) * declared.scale
+        x = apply_changes(owner, sublayer.skip, state.x, None, state.kept)
         if sublayer.mixing is not None:
-            s.x, *others = mixing.write(sublayer.mixing, (x, *s.others), self.rest, f)
-            s.others = tuple(others)
+            state.x, *others = mixing.write(sublayer.mixing, (x, *state.others), self.rest, f)
+            state.others = tuple(others)
         else:
             alpha_t = owner._stack[0].grown(owner.place.layer)
-            steps = ((x, sublayer), *zip(s.others, sublayer.streams))
+            steps = ((x, sublayer), *zip(state.others, sublayer.streams))
             x, *others = (self._step(step, t, f, alpha_t) for t, step in steps)
-            s.x, s.others = apply_changes(owner, sublayer.after, x, None, s.kept), tuple(others)
+            state.x, state.others = apply_changes(owner, sublayer.after, x, None, state.kept), tuple(others)
         self.read = None
         if self.part is not None:
-            if self.writes[self.written] // self.size > self.writes[self.written - 1] // self.size:
-                self.residual, self.layer = self.layers[self.writes[self.written] // self.size], self.layer + 1
-                enter_layer(s, self.residual, self.layer)
+            layer = self.writes[self.written] // self.size  # the next sublayer's layer within the loop
+            if layer > number // self.size:
+                self.residual, self.layer = self.layers[layer], self.layer + 1
+                enter_layer(state, self.residual, self.layer)
             self.open()
 
     def _check_factor(self) -> None:
@@ -208,9 +221,9 @@ def enter_layer(state: State, residual: Any, layer: int) -> None:
 
 
 def combined(sums: Any, state: State) -> Tensor:
-    """Returns the weighted sum of the stack's input and all outputs so far. `sums` holds a row of weights for each
-    layer."""
-    row = len(state.outputs)
+    """Returns the weighted sum of the stack's input and all outputs so far. `sums`: the stack's module with a row of
+    weights for each layer, and with norms of the outputs or (`on_sums`) of the sums."""
+    row = len(state.outputs)  # the number of the layer that gets the sum
     norm = sums.norms[str(row)] if str(row) in sums.norms else nn.Identity()
     state.outputs.append(state.x if sums.on_sums else norm(state.x))
     if sums.skips_first and row == 0:
@@ -250,7 +263,7 @@ class Recomputed(TorchFunctionMode):
         self.states: dict[Any, State] = {}  # by stack
         self.open: list[Block] = []  # calls of blocks under way, the innermost last
         self.streams: dict[int, Sequence[Way]] = {}
-        """The identities of tensors that are the stream, each with what the block has done to it without a reading."""
+        """The identity of each tensor that is the stream → the operations that the block has applied to it so far."""
         self.within = 0  # norms and scales under way, whose operations are left alone
         self.branches = Branches() if branches is None else branches
         self.is_narrow = False
@@ -263,7 +276,8 @@ class Recomputed(TorchFunctionMode):
         return out
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns the result of an operation of the model, or what it is with the scheme."""
+        """Returns the result of an operation of the model. If the operation writes the stream, or scales or clamps it,
+        the result is the stream that the scheme has there."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         stream: Any = args[0] if args else None
         if not self.open or self.within:
@@ -272,26 +286,27 @@ class Recomputed(TorchFunctionMode):
         if (factor := factor_of(name, args, kwargs)) is not None:
             block.factors.append(factor)
         if name in ADDITIONS and len(args) == 2 and all(isinstance(a, torch.Tensor) for a in args):
-            on = [a for a in args if id(a) in self.streams]
-            if len(on) == 1:
-                at = block.numbers[block.written], block.since
-                block.since += 1
-                f = kwargs.get("alpha", 1) * (args[1] if args[0] is on[0] else args[0])
-                if at not in block.whole.structure.reads and f.shape == on[0].shape:
-                    ways = self.streams[id(on[0])]
-                    for _, back in reversed(ways):
+            operands = [a for a in args if id(a) in self.streams]
+            if len(operands) == 1:
+                x = operands[0]
+                number = block.numbers[block.written], block.reading_additions  # as in `Structure.reads`
+                block.reading_additions += 1
+                f = kwargs.get("alpha", 1) * (args[1] if args[0] is x else args[0])
+                if number not in block.whole.structure.reads and f.shape == x.shape:
+                    ways = self.streams[id(x)]
+                    for _, back in reversed(ways):  # f gets the layout in which the scheme computes
                         f = back(f)
                     block.write(f)
                     made = self._stream(block.shown(), ways)
-                    if name == "add_" and args[0] is not on[0]:
+                    if name == "add_" and args[0] is not x:
                         block.became = (args[0], made)
                     return made
         elif name in TIMES and id(stream) in self.streams and all(isinstance(a, int | float) for a in args[1:]):
-            at = block.numbers[block.written], block.times
-            block.times += 1
-            if at in block.whole.structure.scales:
+            number = block.numbers[block.written], block.multiplications  # as in `Structure.scales`
+            block.multiplications += 1
+            if number in block.whole.structure.scales:  # the scheme has gains in place of the block's factor
                 return stream
-        elif name == "clamp" and id(stream) in self.streams:
+        elif name == "clamp" and id(stream) in self.streams:  # the block bounds its stream, which the scheme keeps
             block.state.x = func(block.state.x, *args[1:], **kwargs)
             if block.part is not None:
                 block.open()
@@ -303,7 +318,8 @@ class Recomputed(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _way(self, func: Any, name: str, args: Any, kwargs: Any, x: Tensor, made: Any) -> Way | None:
-        """Returns an operation on the stream x whose result `made` is still the stream; None: it is a reading."""
+        """Returns the operation `func`, called on the stream x, and its inverse. None: its result `made` is no longer
+        the stream."""
         if not isinstance(made, torch.Tensor) or made.numel() != x.numel() or made.shape[-1:] != x.shape[-1:]:
             return None
         if name == "__getitem__" and not takes_all(args[1]):
@@ -319,10 +335,11 @@ class Recomputed(TorchFunctionMode):
         return forth, lambda t: t.reshape(shape).to(dtype)
 
     def _stream(self, x: Tensor, ways: Sequence[Way], is_made: bool = False) -> Tensor:
-        """Returns x as the stream, after `ways`; with `is_made`, they have been applied."""
+        """Returns x with the operations `ways` applied, and notes the result as the stream. `is_made`: x has gone
+        through them already."""
         for forth, _ in () if is_made else ways:
             x = forth(x)
-        x = x.view_as(x)
+        x = x.view_as(x)  # a new tensor, since streams are known by identity, and x may also be something else
         self.streams[id(x)] = ways
         self.alive.append(x)
         return x
@@ -330,15 +347,18 @@ class Recomputed(TorchFunctionMode):
     # Inside the sublayers.
 
     def _inside(self, block: nn.Module, whole: Any) -> Iterator[Any]:
-        """Registers hooks on a block's linear layers for the changes inside its sublayers; yields their handles."""
+        """Registers hooks on a block's linear layers for the changes inside its sublayers; yields their handles.
+        `whole`: the block's `BlockResidual` or `LoopResidual`."""
         layers: Any = getattr(whole, "layers", [whole])
-        for residual, part, sublayer in ((one, *of) for one in layers for of in zip(one.parts, one.sublayers)):
+        sublayers = ((residual, *pair) for residual in layers for pair in zip(residual.parts, residual.sublayers))
+        for residual, part, sublayer in sublayers:
             for point, changes in sublayer.inside.items():
-                if point == "input":
+                if point == "input":  # `Block._before` makes these changes
                     continue
                 role, side = POINTS.get(point, (point, "after"))
-                (linear,) = [one for one in part.linears if role in one.roles]
+                (linear,) = [linear for linear in part.linears if role in linear.roles]
                 size = 0
+                # the point is at queries, keys or values; if `linear.rows` has their heads, `_changed` finds the size
                 if point == role and not linear.rows:
                     size = width_into(self.blocks[block][1], part, "output") // residual.place.config.heads
                 change = functools.partial(self._changed, residual, changes, linear, role, size)
@@ -352,13 +372,13 @@ class Recomputed(TorchFunctionMode):
         self, residual: Any, changes: Sequence[Change], linear: Any, role: str, size: int, x: Tensor
     ) -> Tensor:
         """Returns x, an input or output of `linear`, with the changes on its columns of that role. `size`: the width of
-        a head, if norms of that width apply to each head; 0 if not."""
+        a head, if norms of that width apply to each head. 0: they do not, or `linear.rows` has the heads."""
         columns = [*range(x.shape[-1])]
         if len(linear.roles) > 1 or linear.rows:
             columns = linear.rows_of(role, x.shape[-1])
             if linear.rows and None not in (heads := linear.heads(role)):
                 sizes = [heads.count(head) for head in dict.fromkeys(heads)]
-                columns, size = [i for _, i in sorted(zip(heads, columns))], sizes[0]
+                columns, size = [i for _, i in sorted(zip(heads, columns))], sizes[0]  # sorted by head
         y = x[..., columns]
         for change in changes:
             by_head = size and (change.kind == "unit" or (change.kind == "norm" and change.what.width == size))
@@ -370,38 +390,41 @@ class Recomputed(TorchFunctionMode):
     # Hooks.
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before a module runs: gives a block the stream that the scheme has there."""
+        """Runs before a module of `run`. Gives a block the stream that the scheme has there."""
         if module not in self.blocks:
             self.within += 1
             return None
         whole = self.blocks[module][0]
-        residual = getattr(whole, "layers", [whole])[0]
+        residual = getattr(whole, "layers", [whole])[0]  # the first layer's, if the block is a loop
         x: Any = stream_in((args, kwargs))
         stack = residual._stack[0]
         given = dict(zip(self.blocks[module][1]._nfrs_names, args)) | kwargs
         state = self.states.setdefault(stack, State())
-        is_shared = residual.structure.calls > 1
+        is_shared = residual.structure.calls > 1  # several layers share the block
         layer = state.layer + 1 if is_shared else residual.place.layer
         if layer != state.layer + 1:
             raise LayersAreMissing
         declared = stack.place.declared
-        images = residual.structure.has_channels_first
-        rows = x.movedim(1, -1) if images else x
-        if state.layer < 0 or not stack.is_wide:
-            state.x = apply_changes(stack, declared.begin, rows, None, state.kept) if state.layer < 0 else rows
-        if state.layer < 0:
+        has_images = residual.structure.has_channels_first
+        rows = x.movedim(1, -1) if has_images else x
+        is_first = state.layer < 0
+        # between blocks the model may change x, but not the hidden state of a scheme that has more tensors than x
+        if is_first or not stack.is_wide:
+            state.x = apply_changes(stack, declared.begin, rows, None, state.kept) if is_first else rows
+        if is_first:
             state.others = (state.x,) * len(declared.streams)
             state.x = mixing.begin(declared.mixing, state.x)
         enter_layer(state, residual, layer)
         self.open.append(Block(whole, state, layer, given, self.branches, type(module).__name__))
         block = self.open[-1]
         block.open()
-        ways = [(lambda t: t.movedim(-1, 1), lambda t: t.movedim(1, -1))] if images else []
+        ways = [(lambda t: t.movedim(-1, 1), lambda t: t.movedim(1, -1))] if has_images else []
         seen = self._stream(block.shown(), ways)
         return exchanged(args, x, seen), exchanged(kwargs, x, seen)
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-        """After a module has run: gives a block's output, and what stands in a norm's place, the scheme's values."""
+        """Runs after a module of `run`. Returns its output with the scheme: a block's with the new stream, or the
+        tensor in place of a norm's output."""
         if module not in self.blocks:
             self.within -= 1
             return self._norm(module, args, out)
@@ -420,8 +443,8 @@ class Recomputed(TorchFunctionMode):
         if end := getattr(block.whole, "end", ""):
             y = module.get_submodule(end).forward(y)
         out = out if block.became is None else exchanged(out, *block.became)
-        last = next(t for t in tensors_in(out) if id(t) in self.streams)
-        return exchanged(out, last, y)
+        stream = next(t for t in tensors_in(out) if id(t) in self.streams)
+        return exchanged(out, stream, y)
 
     def _finished(self, stack: Any, state: State) -> Tensor:
         """Returns the stack's output after its last layer."""
@@ -429,14 +452,15 @@ class Recomputed(TorchFunctionMode):
         x = state.x
         if declared.combine is not None:
             x = combined(stack.combine, state)
-        for at, s in zip(declared.streams, state.others):
-            x = x + (s if at is None else apply_norm(getattr(stack, at.name), s, None))
+        for end_norm, stream in zip(declared.streams, state.others):  # each is added, after its norm if it has one
+            x = x + (stream if end_norm is None else apply_norm(getattr(stack, end_norm.name), stream, None))
         x, _ = mixing.read(declared.mixing, stack, (x, *state.others))
         return apply_changes(stack, stack.end, x, None, state.kept)
 
     def _norm(self, module: nn.Module, args: Any, out: Any) -> Any:
-        """Returns what a module is to return that stands on the stream, last on a branch, or after the stack."""
-        if not self.open:
+        """Returns the output that the norm or factor `module` has with the scheme. It stands on the stream, last on a
+        branch, or after the stack. `args`, `out`: its input and its own output."""
+        if not self.open:  # outside all blocks: a norm after the stack, which the swap may have removed
             gone = module in self.paths and type(self.swapped.get_submodule(self.paths[module])) is nn.Identity
             return args[0] if gone else out
         block = self.open[-1]
@@ -444,23 +468,25 @@ class Recomputed(TorchFunctionMode):
             return out
         path = self.inside[module]
         parts = block.whole.parts
+        # the scheme has its own factors and branch norms, so `Block.write` gets the branch without the block's
         if any(path in part.scales or path == part.branch for part in parts):
             return args[0]
         if id(args[0]) not in self.streams:
             return out
         part = block.part
-        if part is not None and path in (part.before, *part.twins):
+        if part is not None and path in (part.before, *part.twins):  # the norm before the sublayer under way
             kept = self.blocks_of[module].get_submodule(path)
             is_own = path in part.twins and not isinstance(kept, Identity)
             x = block.before(kept if is_own else None)
             for forth, _ in self.streams[id(args[0])]:
                 x = forth(x)
             return x.clone()  # without a norm this is the stream, and the block may write into what its norm returns
-        return args[0]
+        return args[0]  # a norm after a sublayer, which `Block.write` has computed if the scheme has one
 
     def run(self, call: Callable[[nn.Module], Any]) -> Any:
-        """Returns `call(base)`, computed with the schemes."""
-        watched = {*self.blocks}
+        """Returns `call(base)`, computed with the schemes. Hooks are registered on the blocks, on their norms and
+        factors, and on norms that the swap has removed elsewhere."""
+        watched = {*self.blocks}  # the modules that get hooks
         self.paths: dict[nn.Module, str] = {}  # modules after the stack that the swap has removed → their paths
         self.inside: dict[nn.Module, str] = {}  # norms and factors inside blocks → their paths there
         self.blocks_of: dict[nn.Module, Any] = {}  # the same modules → their swapped blocks
@@ -470,7 +496,8 @@ class Recomputed(TorchFunctionMode):
                     module = block.get_submodule(path)
                     self.inside[module], self.blocks_of[module] = path, swapped
                     watched.add(module)
-            if hasattr(residual, "layers"):  # the norm after the last layer stands in the loop
+            # a block that is a loop also contains the norm after its last layer
+            if hasattr(residual, "layers"):
                 there = dict(swapped.named_modules())
                 for path, module in block.named_modules():
                     now = there.get(path)
@@ -541,20 +568,20 @@ def disagreement(
     """
 
     def second(given: Any, is_double: bool) -> tuple[Observed, bool]:
-        """Returns this route's run, and whether it computes in 16 bits. Errors: InputError for a norm that was not
-        seen."""
+        """Returns this route's run on the example `given`, and whether it computes in 16 bits. Errors: InputError for a
+        sublayer that norms its input unseen."""
         route = Recomputed(base, model)
-        run = functools.partial(route.run, lambda one: _call(one, given))
+        run = functools.partial(route.run, lambda base_model: _call(base_model, given))
         more: Any = {"beside": [model], "is_double": is_double}
         first = observe(base, run, [], training, now.has_backward, shifts, **more)
         branches = route.branches
         parts = [part for whole, _ in route.blocks.values() for part in whole.parts]
         # in training mode a batch norm within a branch also makes it independent of the size of its input
         if not training and first.error is None and any(part.before is None for part in parts):
-            for changed in (lambda x: 2 * x, lambda x: x.roll(1, -1)):
+            for changed in (lambda x: 2 * x, lambda x: x.roll(1, -1)):  # the order that `norming` expects
                 branches.again(changed)
                 more_route = Recomputed(base, model, branches)
-                run = functools.partial(more_route.run, lambda one: _call(one, given))
+                run = functools.partial(more_route.run, lambda base_model: _call(base_model, given))
                 again = observe(base, run, [], training, False, shifts, **more)
                 if again.error is not None:
                     return again, route.is_narrow
@@ -568,6 +595,7 @@ def disagreement(
 
     message = _compared(*second(example, is_double=False), now, training)
     is_single = any(t.dtype == torch.float32 for t in now.outputs)
+    # an example that is a function makes its own tensors, which cannot be made f64
     if message is None or callable(example) or not is_single:
         return message
     doubled = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, example)
@@ -592,7 +620,7 @@ def _compared(second: Observed, is_narrow: bool, now: Observed, training: bool) 
     if second.error is not None and now.error is None:
         return in_words(second.error)
     if is_narrow:
-        second, now = (one._replace(outputs=[t.bfloat16() for t in one.outputs]) for one in (second, now))
+        second, now = (run._replace(outputs=[t.bfloat16() for t in run.outputs]) for run in (second, now))
         second = second._replace(gradients={})
     pairs = [] if is_narrow else [*zip(second.outputs, now.outputs)]
     if any(a.shape == b.shape and not torch.equal(a.isfinite(), b.isfinite()) for a, b in pairs):

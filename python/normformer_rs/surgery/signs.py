@@ -3,7 +3,7 @@
 from torch import nn
 
 HANDED_ON = "_sign_of_training"
-"""The attribute of a new norm that holds the message about the old one."""
+"""The attribute of a new norm that holds the message of `sign_in_norm` about the norm that it replaced."""
 
 
 def sign_in_norm(norm: nn.Module, name: str) -> str | None:

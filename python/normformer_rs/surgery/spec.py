@@ -45,14 +45,14 @@ class Linear(NamedTuple):
     def rows_of(self, role: Role, size: int) -> list[int]:
         """Returns the indices of the rows with that role. `size`: the matrix's number of rows."""
         if not self.rows:
-            share, first = size // len(self.roles), self.roles.index(role)
-            return [*range(first * share, (first + 1) * share)]
+            share, position = size // len(self.roles), self.roles.index(role)
+            return [*range(position * share, (position + 1) * share)]
         roles = [rows.role for rows in self.rows for _ in range(rows.size)]  # the role of each row
         return [i for i, row_role in enumerate(roles) if row_role == role]
 
     def __str__(self) -> str:
         """Returns the layer's name and roles, with the number of heads of each role that has heads."""
-        counts = [len({*self.heads(role)} - {None}) for role in self.roles]
+        counts = [len({*self.heads(role)} - {None}) for role in self.roles]  # None: a row without a known head
         heads = f", {'+'.join(map(str, counts))} heads" if all(counts) and counts else ""
         roles = "+".join(self.roles) or "stays"
         name = self.path.removesuffix(".weight").rpartition(".")[2]
@@ -71,10 +71,10 @@ class Part(NamedTuple):
         norm: the path of its norm.
         linears: its linear layers. Of a gated pair, the layer before the activation comes first.
         dropout: the dropout on its output: the name of an attribute of the block (a module or a rate), or a path with a
-            dot. Such a path names a module inside the sublayer, which moves to the residual.
-        drop_path: the path of stochastic depth on its output, which moves to the residual.
+            dot. Such a path names a module inside the sublayer, which a swap moves to the scheme's `BlockResidual`.
+        drop_path: the path of stochastic depth on its output, which moves there, too.
         before, after, branch: the paths of its norms, by place: F(N(x)), N(x + F(x)), N(F(x)).
-        twins: if parallel branches have norms of their own, the paths of those beside `before`.
+        twins: if parallel branches have norms of their own, the paths of those norms except `before`.
         reads_past: F also reads x without its norm.
         memory: the name of the block's argument that cross-attention reads, such as an encoder's output. A call without
             it leaves the sublayer out.
@@ -119,7 +119,7 @@ class Part(NamedTuple):
 
 
 def at(block: Any, path: str) -> Any:
-    """Returns the value at a path of attributes."""
+    """Returns the value at a path of attributes, such as self_attn.dropout."""
     return operator.attrgetter(path)(block)
 
 

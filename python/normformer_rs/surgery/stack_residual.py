@@ -29,8 +29,8 @@ from .record import tensors_in
 
 
 class StackResidual(Growing):
-    """The modules and parameters that a residual scheme has for a whole stack. `has_end_norm`: the model keeps its own
-    norm after the stack, so the scheme's is left out."""
+    """The modules and parameters that a residual scheme has for a whole stack. `place`: that of the first block;
+    `has_end_norm`: the model keeps its own norm after the stack, so the scheme's is left out."""
 
     place: Place
 
@@ -50,8 +50,8 @@ class StackResidual(Growing):
         self.train(blocks[0].training)
         self.grow(declared.growth, like.device)
         self.began_later = False
-        """Whether the stack has begun with another layer than its first in a run without gradients. A reentrant
-        checkpoint may run that layer again, and gives it another tensor."""
+        """Whether the stack has begun with another layer than its first in a run without gradients, such as the first
+        run of a reentrant checkpoint. Its second run gives the layer another tensor, which `PLACES` does not know."""
         self.compiled_last: int | None = None
         """The number of the layer that ran last as compiled code, which does not see the call of the stack's module.
         None: no compiled layer has run in this call."""
@@ -81,13 +81,13 @@ class StackResidual(Growing):
         if not memo:  # this module alone is copied, not a model: the copy refers to the same blocks
             memo |= {id(block): block for block in self._blocks}
         new = type(self).__new__(type(self))
-        memo[id(self)] = new
+        memo[id(self)] = new  # before the attributes, some of which refer to this module
         new.__setstate__(copy.deepcopy(self.__dict__, memo))
         return new
 
     @staticmethod
     def carries_more(place: Place) -> bool:
-        """Returns whether blocks pass on more tensors than x."""
+        """Returns whether a scheme's blocks pass on more tensors than x."""
         declared = place.declared
         takes = any(layer.takes for layer in declared.layers)
         return bool(declared.streams or declared.combine or declared.mixing or takes)
@@ -95,17 +95,21 @@ class StackResidual(Growing):
     # The methods below run between the blocks.
 
     def number(self, x: Tensor, own: int, is_shared: bool) -> tuple[int, bool]:
-        """Returns the layer's number in this call of a block, and whether the stack begins with it. `own`: the block's
-        number. If layers share the block, they are counted during the stack's call. A recomputation outside that call
-        finds both results by the block's input x. Errors: InputError if they are unknown."""
+        """Returns the layer's number in this call of a block, and whether the stack begins with it.
+
+        If several layers share the block (`is_shared`), they are counted during the stack's call; else the number is
+        `own`, the block's. Activation checkpointing may run a block again outside the stack's call: then both results
+        are looked up by x, the block's input. Errors: InputError if they are unknown.
+        """
         call = stack_call(self)  # None: the block runs outside a call of the module around the stack
         begin = self.place.declared.begin
-        # the layer matters if layers share the block, and the begin if the stack has begun with a later layer
+        # whether the scheme depends on the layer's number, and the block alone does not tell it
         needs_layer = is_shared and (self.is_wide or begin or self.end)
         if call is None and torch.compiler.is_compiling() and not needs_layer:
             return own, own == 0
         if call is None:
             known = None if torch.compiler.is_compiling() else PLACES.get(x)
+            # whether the scheme depends on where the stack begins, and that may be another layer than the first
             needs_begin = self.began_later and begin and not self.is_wide
             if known is None and (needs_layer or needs_begin):
                 why = f"{self.place.depth} layers share it" if is_shared else "the stack has run without its first"
@@ -137,7 +141,7 @@ class StackResidual(Growing):
 
     def open(self, x: Tensor, layer: int, begins: bool) -> Streams:
         """Returns the streams that are packed in the hidden state x at the input of a layer. `begins`: whether the
-        stack begins with the layer."""
+        stack begins with the layer. If the scheme has learned sums, the streams' x is the layer's sum."""
         kept: KeptTensors = {}
         outputs: list[Tensor] = []
         if x.shape[-1] != self.width:  # an earlier layer has packed further tensors into x
@@ -150,13 +154,14 @@ class StackResidual(Growing):
                 streams = Streams(x)
         combine: Any = self._modules.get("combine")
         if combine is not None:
-            # if layers were skipped, the last output stands for theirs, or x if there is none
+            # one output for each earlier layer: if layers were skipped, the last output stands for theirs, or x
             outputs += [outputs[-1]] * (layer - len(outputs)) if outputs else [streams.x] * layer
             streams = streams._replace(x=combine(streams.x, outputs, None))
         return streams._replace(kept=kept, outputs=tuple(outputs))
 
     def _begun(self, x: Tensor, kept: KeptTensors) -> Streams:
-        """Returns the streams at the stack's begin, from its input x."""
+        """Returns the streams at the stack's begin, from its input x. Puts the tensors that the scheme keeps there into
+        `kept`."""
         declared = self.place.declared
         x = apply_changes(self, declared.begin, x, None, kept)
         return Streams(mixing.begin(declared.mixing, x), (x,) * len(declared.streams), kept=kept)
@@ -166,6 +171,7 @@ class StackResidual(Growing):
         call = stack_call(self)
         is_last = layer + 1 == self.place.depth
         y = self._finish(streams) if is_last else self._pack(streams, layer)
+        # note the layer, so that `StackCalls` can end the stack if it was the last to run
         if call is not None:
             call.last, call.is_finished = (y, layer), call.is_finished or is_last
         elif torch.compiler.is_compiling():
@@ -180,24 +186,27 @@ class StackResidual(Growing):
         x = streams.x
         if not self.is_wide:
             return x
+        # a hyper-connection's x is (…, streams, d)
         first = x.flatten(-2) if getattr(self.place.declared.mixing, "streams", 1) > 1 else x
         kept = [(streams.kept or {})[name] for name in self.needed[layer + 1]]
         parts = [first, *streams.others, *streams.outputs, *(tensor.to(x.dtype) for tensor in kept)]
         return torch.cat(parts, -1)
 
     def _unpack(self, wide: Tensor, layer: int) -> tuple[Streams, list[Tensor], KeptTensors]:
-        """Returns the streams, the outputs and the kept tensors in a hidden state that enters `layer`."""
-        # the inverse of `_pack`: x (of hyper·d columns), further streams and outputs (d each), and the kept tensors
+        """Returns the streams, the outputs and the kept tensors in a hidden state that enters `layer`. The inverse of
+        `_pack`."""
+        # the columns: x (hyper·d), further streams and outputs (d each), and the kept tensors (`widths`)
         declared, d = self.place.declared, self.width
         names = self.needed[layer]
         widths = [self.kept_widths.get(name, d) for name in names]
         hyper = getattr(declared.mixing, "streams", 1)  # the number of streams that x consists of
-        rest = wide.shape[-1] - sum(widths) - hyper * d
-        first, *others = wide.split([hyper * d, *[d] * (rest // d), *widths], -1)
+        columns_between = wide.shape[-1] - sum(widths) - hyper * d
+        first, *others = wide.split([hyper * d, *[d] * (columns_between // d), *widths], -1)
         kept = dict(zip(names, others[len(others) - len(names) :], strict=True))
         others = others[: len(others) - len(names)]
         x = first.unflatten(-1, (hyper, d)) if hyper > 1 else first
-        count = len(others) if declared.mixing is not None else len(declared.streams)  # the number of further streams
+        # the number of further streams; a scheme with a mixing has no outputs after them
+        count = len(others) if declared.mixing is not None else len(declared.streams)
         # Under Dynamo `others` is a tuple, hence the conversions.
         return Streams(x, tuple(others[:count])), list(others[count:]), kept
 
@@ -228,7 +237,7 @@ class StackResidual(Growing):
         return self._finish(streams._replace(outputs=tuple(outputs), kept=kept))
 
     def seen(self, y: Tensor, layer: int) -> Tensor:
-        """Returns x from the hidden state y after a layer."""
+        """Returns what a model's list of hidden states shows for the hidden state y after a layer: x alone."""
         if y.shape[-1] == self.width:
             return y
         streams, _, _ = self._unpack(y, layer + 1)
@@ -259,11 +268,11 @@ class StackCalls:
             return None
         layer = self._layer(call)
         is_packed = layer >= 0 and self.stack.is_wide  # the hidden state is then wider than d
-        rows = [t for t in tensors_in(output) if t.is_floating_point() and t.dim() > 1]
-        rows = [t for t in rows if (t.shape[-1] != self.stack.width) == is_packed]
+        candidates = [t for t in tensors_in(output) if t.is_floating_point() and t.dim() > 1]
+        candidates = [t for t in candidates if (t.shape[-1] != self.stack.width) == is_packed]
         # if no layer has run, or only compiled ones, the hidden state is the output's first tensor of its width
-        hidden: Any = call.last[0] if call.last is not None else next(iter(rows), None)
-        is_unclear = call.last is None and len(rows) > 1
+        hidden: Any = call.last[0] if call.last is not None else next(iter(candidates), None)
+        is_unclear = call.last is None and len(candidates) > 1
         # if no layer has run, the call may not concern this stack: a model may call its encoder without its decoder
         is_elsewhere = layer >= 0 and (is_unclear or all(t is not hidden for t in tensors_in(output)))
         if output is not None and is_elsewhere and (self.stack.end or self.stack.is_wide):
@@ -276,6 +285,7 @@ class StackCalls:
 
     def _layer(self, call: StackCall) -> int:
         """Returns the number of the layer that ran last in a call; −1: none."""
+        # eager layers note themselves in the call, compiled ones in the stack
         layers = [call.last[1] if call.last is not None else -1, self.stack.compiled_last]
         return max(layer for layer in layers if layer is not None)
 
@@ -293,12 +303,14 @@ class StackCalls:
                 return None
         is_unfinished = call is not None and not self._is_finished(call)
         y = args[0] if args else None
+        # outside the stack's call, a wide y shows that the stack has not ended
         if not isinstance(y, Tensor) or not (is_unfinished or (call is None and y.shape[-1] != self.stack.width)):
             return None
         if call is None:  # outside the stack's call, the last block is taken to be the only one that did not run
             layer = self.stack.place.depth - 2
         else:
             is_narrow = y.shape[-1] == self.stack.width
+            # whether y is the output of the layer that ran last; a compiled layer does not note its output
             is_last = y is call.last[0] if call.last is not None else self.stack.compiled_last is not None
             if is_narrow and not is_last:
                 return None  # another tensor, which the model norms by the same module
@@ -308,8 +320,8 @@ class StackCalls:
 
 
 PLACES: Any = WeakTensorKeyDictionary()
-"""For the input of a block whose place in the stack's call is not its place in the list: (number of the layer, whether
-the stack begins there). Recomputation reads this."""
+"""For the input of a block that does not itself tell which layer it is: (number of the layer, whether the stack begins
+there). A recomputation, for activation checkpointing, reads this."""
 WIDE: Any = WeakTensorKeyDictionary()
 """For each hidden state that holds more than x: (its stack, the number of the layer that returned it)."""
 
@@ -327,7 +339,8 @@ def _shown(t: Tensor) -> Tensor:
 
 
 def _replaced(value: Any, change: Any) -> Any:
-    """Returns nested tuples, lists and mappings with `change` applied to each tensor. Mappings change in place."""
+    """Returns nested tuples, lists and mappings with the function `change` applied to each tensor. Mappings change in
+    place, since Hugging Face's outputs are mappings with attributes."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and type(value) is tuple:

@@ -30,10 +30,13 @@ class Matrix(NamedTuple):
     name: str
     """The layer's path in the model."""
     owner: nn.Module
+    """The layer."""
     weight: str
+    """The weight's name in the owner."""
     bias: str
+    """The bias's name in the owner, which need not exist; "" for a single parameter."""
     axis: int
-    """The dimension of the weight that counts the outputs."""
+    """The weight's dimension over the outputs."""
     share: tuple[int, int] | None = None
     """(First output, number of outputs); None: all outputs."""
 
@@ -53,19 +56,19 @@ class Matrix(NamedTuple):
         return None if bias is None else self._shared(bias.detach())
 
     def _shared(self, outputs: Tensor) -> Tensor:
-        """Returns the share of a tensor whose first dimension is the outputs."""
+        """Returns the rows of `share` from a tensor whose first dimension is the outputs."""
         return outputs if self.share is None else outputs.narrow(0, *self.share)
 
     def take_in(self, gain: Tensor | None, bias: Tensor | None) -> None:
         """Folds a norm's gain and bias in: W ← W·diag(gain), b ← b + W·bias. The layer then reads x̂ instead of
         gain⊙x̂ + bias. Computes in f64, and rounds once."""
         rows, offsets = self.rows(), self.offsets()
-        before = widened(rows)
+        old_rows = widened(rows)
         if bias is not None:
             assert offsets is not None
-            offsets.copy_(widened(offsets) + before @ bias.to(before))
+            offsets.copy_(widened(offsets) + old_rows @ bias.to(old_rows))
         if gain is not None:
-            rows.copy_(before * gain.to(before))
+            rows.copy_(old_rows * gain.to(old_rows))
 
     def add_bias(self) -> None:
         """Gives the layer a bias of zeros."""
@@ -83,8 +86,8 @@ class Matrix(NamedTuple):
     def fault(self) -> str:
         """Returns the reason why editing weight and bias would not change the layer's output as expected, or ""."""
         kind = type(self.owner)
-        conv1d = full_name(kind) == "transformers.pytorch_utils.Conv1D"
-        if self.weight not in self.parameters or not (conv1d or kind.forward in _AFFINE):
+        is_conv1d = full_name(kind) == "transformers.pytorch_utils.Conv1D"
+        if self.weight not in self.parameters or not (is_conv1d or kind.forward in _AFFINE):
             what = full_name(kind) if kind.__name__ in _PLAIN_NAMES else kind.__name__  # PEFT has a Linear, too
             return f"{self.name} is a {what}, and no plain linear layer"
         uneditable = next((p for p in self.parameters.values() if not (_is_plain(p) and p.is_floating_point())), None)
@@ -97,7 +100,7 @@ class Matrix(NamedTuple):
 
 
 def disturbed(name: str, module: nn.Module) -> str:
-    """Returns the reason why a module may not compute what its class does, or ""."""
+    """Returns the reason why a module may not compute what its class does, or "". `name`: its path, for the reason."""
     if own_forward(module) is not None or has_accelerates_hook(module):
         return f"{name} has a forward of its own, which was put into the instance"
     if any(getattr(module, hooks) for hooks in _HOOKS):
@@ -113,7 +116,7 @@ def matrices(block: nn.Module, name: str, part: Part, roles: Iterable[Role]) -> 
     for linear in part.linears:
         owner, weight, bias = projection(block, linear.path)
         path = join(name, parent_of(linear.path) if weight == "in_proj_weight" else linear.path)
-        whole = Matrix(path, owner, weight, bias, 1 if is_transposed(block, linear.path) else 0)
+        whole = Matrix(path, owner, weight, bias, axis=1 if is_transposed(block, linear.path) else 0)
         if any(rows.role is None for rows in linear.rows) or not linear.roles:
             raise InputError(
                 f"what each row of {path} is for is not known, as of latent projections and routers, and it may read "
@@ -141,7 +144,7 @@ def readers(block: nn.Module, name: str, part: Part) -> list[Matrix]:
 
 
 class Places:
-    """All names of each module and tensor of a model. Tied tensors count as one tensor."""
+    """All names of each module and tensor of a model. Tied tensors, which begin at one address, count as one."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: dict[nn.Module, list[str]] = {}
@@ -153,15 +156,16 @@ class Places:
                     self._tensors.setdefault(_key(tensor), set()).add(join(path, name))
 
     def beyond(self, matrix: Matrix, expected: Iterable[str]) -> str:
-        """Returns a name of the matrix's weight or bias outside the layers in `expected`, or "" if there is none."""
+        """Returns a name that the matrix's weight or bias has outside the layers named in `expected`, as a tied weight
+        has; "" if there is none."""
         known = {join(name, leaf) for name in expected for leaf in matrix.parameters}
         names = {name for p in matrix.parameters.values() for name in self._tensors[_key(p)]}
         return min(names - known, default="")
 
-    def tied(self, found: Iterable[Matrix]) -> str:
+    def tied(self, candidates: Iterable[Matrix]) -> str:
         """Returns the name of a layer among these that shares a tensor with another of them, or "" if there is none."""
         owners: dict[Any, nn.Module] = {}
-        for matrix in found:
+        for matrix in candidates:
             for p in matrix.parameters.values():
                 if owners.setdefault(_key(p), matrix.owner) is not matrix.owner:
                     return matrix.name

@@ -25,8 +25,11 @@ _ON_A_BRANCH |= {"cat", "concat", "stack", "split", "chunk", "unbind", "expand",
 _READS_ROWS = frozenset({"norm", "linear", "dropout", "drop_path", "scale"}) | ADDITIONS | TIMES
 """If only these operations and convolutions read the stream, it is known which of its dimensions is the width."""
 _NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm", "normalize"})
+"""Functions of torch that norm a tensor."""
 _ELEMENTWISE = frozenset({"pow", "__pow__", "square", "sub", "__sub__", "rsub", "abs"}) | UNCHANGED | ADDITIONS | TIMES
+"""Operations that compute each number of their output from the numbers at one place of their inputs."""
 _STATISTICS = frozenset({"mean", "sum", "var", "std", "norm", "vector_norm", "linalg_vector_norm", "var_mean"})
+"""Operations that may compute a number for each row."""
 _ROOTS = frozenset(
     {"rsqrt", "sqrt", "sqrt_", "rsqrt_", "reciprocal", "std", "norm", "vector_norm", "linalg_vector_norm"}
 )
@@ -149,7 +152,8 @@ def _norms_that_read(run_record: Record, call: Call) -> Iterator[nn.Module]:
     seen, width = {call.y}, call.shape[-1]
     for node in run_record.nodes[call.last :]:
         if node.inputs and node.inputs[0] in seen:
-            # the norm of merged patches is over several of them
+            # The width is the last dimension, or dimension 1 of images. A norm with neither has rows of another width,
+            # such as several patches that Swin has merged into one.
             if node.what == "norm" and node.module is not None and {width, call.shape[1]} & {*node.shapes[0][1:]}:
                 yield node.module
             elif node.what in UNCHANGED | {"dropout"}:
@@ -185,7 +189,7 @@ def structure(block: nn.Module, run_record: Record, roles: Roles) -> Structure:
 def writers(block: nn.Module, run_record: Record) -> Iterator[tuple[Owner, set[Owner]]]:
     """Yields the last matrix of each branch of a block, together with all matrices of that branch."""
     for call in run_record.calls.get(block, []):
-        reader = _Reader(block, run_record, call, Roles({}))
+        reader = _Reader(block, run_record, call, Roles({}))  # no roles: they are found later, from these matrices
         with contextlib.suppress(Unaccounted):  # `structure` raises the same error for this block later
             branches = [step.branch for step in reader.steps() if step.branch is not None]
             for branch in branches:
@@ -306,6 +310,7 @@ class _Reader:
                     f"the operation {node.what} at {node.where} norms the residual stream, and only norms that are "
                     "modules, and are called as such, can be replaced: make it a module"
                 )
+            # an operation that computes a statistic of rows changes the shape
             if node.what in _STATISTICS and reads_value_first and node.made[0] != node.shapes[0]:
                 (roots if node.what in _ROOTS else statistics).update(node.outputs)
             elif node.what in _ROOTS and reads_statistic:
@@ -329,7 +334,7 @@ class _Reader:
             is_sum = node.what in ADDITIONS and len(node.inputs) == 2 and node.shapes[0] == node.shapes[1]
             if not is_sum or node.outputs[0] in main_outputs:
                 continue
-            for operand, branch in (node.inputs, node.inputs[::-1]):
+            for operand, branch in (node.inputs, node.inputs[::-1]):  # either operand may be the argument
                 name = self.call.arguments.get(operand) if operand != self.call.x else None
                 if name is not None and any(n.what == "linear" for n in self.reach(branch).nodes):
                     return name
@@ -344,9 +349,9 @@ class _Reader:
     def _elsewhere(self, steps: list[Step], parts: tuple[Part, ...]) -> frozenset[str]:
         """Returns the paths of the block's norms that also norm a tensor outside the stream and its branches."""
         own = {path for part in parts for path in part.norms()}
-        branches = {out for step in steps if step.branch is not None for out in self._tail_of(step.branch)}
+        branch_ends = {out for step in steps if step.branch is not None for out in self._tail_of(step.branch)}
         norms = (n for n in self.nodes[self.call.first : self.call.last] if n.what == "norm")
-        off_stream = (n for n in norms if n.inputs[0] not in self.level and n.outputs[0] not in branches)
+        off_stream = (n for n in norms if n.inputs[0] not in self.level and n.outputs[0] not in branch_ends)
         return frozenset(path for n in off_stream if (path := self.paths.get(n.module, "")) in own)
 
     def _tail_of(self, branch: Key) -> Iterator[Key]:
@@ -480,7 +485,8 @@ class _Reader:
     def _reading_additions(self, steps: list[Step]) -> frozenset[tuple[int, int]]:
         """Returns the additions that read the stream but do not write it, numbered as in `Structure.reads`."""
         outputs_on_path = {step.node.outputs[0] for step in steps}
-        found, written, since = set(), 0, 0  # since: the reading additions so far after the last writing one
+        # `written`: the writing additions so far; `since`: the reading additions after the last writing one
+        reading, written, since = set(), 0, 0
         for node in self.nodes[self.call.first : self.call.last]:
             if node.what not in ADDITIONS or len(node.inputs) != 2:
                 continue
@@ -489,15 +495,16 @@ class _Reader:
             # `level` has the tensors of the stream, so one operand is the stream. An addition of two of its tensors
             # gets no number, as in a swapped forward (`_added` in residual_stream.py).
             elif sum(k in self.level for k in node.inputs) == 1:  # the other operand may be broadcast
-                found.add((written, since))
+                reading.add((written, since))
                 since += 1
-        return frozenset(found)
+        return frozenset(reading)
 
     def _scales(self, steps: list[Step]) -> frozenset[tuple[int, int]]:
-        """Returns the multiplications by a number that change the stream itself, numbered as in `Structure.scales`.
-        `since` counts all multiplications of the stream by a number, also those whose result is not the stream."""
+        """Returns the multiplications by a number that change the stream itself, numbered as in `Structure.scales`."""
         added = {step.node.outputs[0] for step in steps if step.branch is not None}
         scaled = {step.node.outputs[0] for step in steps if step.node.factor is not None}
+        # `written`: the additions to the stream so far; `since`: the multiplications of the stream after the last one,
+        # also those whose result is not the stream
         found, written, since = set(), 0, 0
         for node in self.nodes[self.call.first : self.call.last]:
             if node.outputs[0] in added:
@@ -539,7 +546,8 @@ class _Reader:
         return own + [module for module in self.record.dropped.get(tensor, ()) if module in self.paths]
 
     def _part(self, group: list[Step]) -> Part:
-        """Returns the description of one sublayer from its steps. Errors: Unaccounted, InputError."""
+        """Returns the description of one sublayer. `group`: its additions, and the norms and factors on the stream that
+        belong to it. Errors: Unaccounted, InputError."""
         branches = [step.branch for step in group if step.branch is not None]
         after = [self.paths[step.node.module] for step in group if step.is_norm]
         alpha = math.prod(step.node.factor for step in group if step.node.factor is not None)
@@ -547,7 +555,7 @@ class _Reader:
             raise Unaccounted(f"two norms follow each other on the stream, {after[0]} and {after[1]}")
         tails = [self._tail(branch) for branch in branches]
         tail = tails[0] if len(tails) == 1 else Tail()  # the end of one of several branches is not that of their sum
-        # torch.add(x, f, alpha=…) multiplies its second operand; if that is the only branch, alpha is part of β
+        # torch.add(x, f, alpha=…) multiplies f by alpha. If f is the only branch, alpha is part of the branch's factor.
         scaled = next((step for step in group if step.node.alpha != 1.0), None)
         if scaled is not None and (len(branches) > 1 or scaled.branch != scaled.node.inputs[1]):
             raise Unaccounted(
@@ -555,10 +563,10 @@ class _Reader:
             )
         tail = tail if scaled is None else tail._replace(beta=tail.beta * scaled.node.alpha)
         reached = [self.reach(branch) for branch in branches]
-        nodes = [node for one in reached for node in one.nodes]
-        read = {k for one in reached for k in one.read}
+        nodes = [node for each in reached for node in each.nodes]
+        read = {k for each in reached for k in each.read}  # the tensors of the stream that the branches read
         norms = [node for node in nodes if node.what == "norm" and node.inputs[0] in read]
-        # a branch may also read what an earlier sublayer has read through its norm
+        # an earlier sublayer's norm, whose output this one reads again, belongs to the earlier one
         norms = [node for node in norms if node.outputs[0] not in self.normed]
         self.normed |= {node.outputs[0] for node in norms}
         before = [*dict.fromkeys(self.paths[node.module] for node in norms)]
@@ -628,17 +636,18 @@ class _Reader:
         if node is None or node.what not in ADDITIONS or len(node.inputs) != 2:
             return False
         reached = [self.reach(k) for k in node.inputs]
-        return all(one.read and any(node.what == "linear" for node in one.nodes) for one in reached)
+        return all(each.read and any(node.what == "linear" for node in each.nodes) for each in reached)
 
     def _memory(self, reached: list[_Reached], nodes: list[Node]) -> tuple[str | None, bool]:
         """Returns the name of the block's argument that attention's values are computed from, such as an encoder's
         output (None: no such argument), and whether values are computed from a tensor other than the stream. `nodes`:
         the operations of all branches in `reached`."""
         names = {tensor: name for tensor, name in self.call.arguments.items() if tensor != self.call.x}
-        outside = {k for one in reached for k in one.outside}
+        outside = {k for each in reached for k in each.outside}
+        # the linear layers that read a tensor from outside the block, and those of them that compute values
         layers = [n for n in nodes if n.what == "linear" and n.module is not None and n.inputs[0] in outside]
         roles_of_layers = [self.roles.of(owner_of(node.module)) for node in layers if node.module is not None]
-        values = [
+        value_layers = [
             n
             for n, matrix in zip(layers, roles_of_layers)
             if matrix and any(rows.role == "value" for rows in matrix.rows)
@@ -646,32 +655,32 @@ class _Reader:
         has_attention = any(matrix.heads for _, owner in self.matrices(nodes) if (matrix := self.roles.of(owner)))
         # if no attention was recognised, any linear layer that reads rows from outside the block counts; a tensor with
         # fewer dimensions than the stream, such as a condition, has no rows
-        rows = [n for n in layers if len(n.shapes[0]) >= len(self.call.shape)]
-        first = next(iter(values if has_attention else rows), None)
+        readers_of_rows = [n for n in layers if len(n.shapes[0]) >= len(self.call.shape)]
+        first = next(iter(value_layers if has_attention else readers_of_rows), None)
         argument = None if first is None else names.get(first.inputs[0])
-        attends_outside = has_attention and bool(values)
+        attends_outside = has_attention and bool(value_layers)
         return argument, attends_outside
 
     def _without_adapters(self, path: str) -> str:
-        """Returns the path of the layer that PEFT's adapter wraps if the linear layer at `path` is part of an adapter,
-        else `path`."""
+        """Returns the path that a linear layer had before PEFT wrapped it; now PEFT's wrapper has that path, and holds
+        the layer and its adapter's layers. Returns `path` itself if it lies in no wrapper."""
 
         def is_pefts(path: str) -> bool:
             return type(self.block.get_submodule(path)).__module__.startswith("peft.")
 
         above = path.rpartition(".")[0]
         wrapper = above.rpartition(".")[0]
-        # an adapter's layers stand in a dictionary of the module that wraps the layer
+        # an adapter's layers stand in a ModuleDict of the wrapper: q_proj.lora_A.default becomes q_proj
         if isinstance(self.block.get_submodule(above), nn.ModuleDict) and is_pefts(wrapper):
             path = wrapper if hasattr(self.block.get_submodule(wrapper), "base_layer") else path
-        while is_pefts(path.rpartition(".")[0]):
+        while is_pefts(path.rpartition(".")[0]):  # the layer is a child of the wrapper: q_proj.base_layer
             path = path.rpartition(".")[0]
         return path
 
     def matrices(self, nodes: list[Node]) -> list[tuple[str, Owner]]:
-        """Returns the linear layers that a branch calls, and the parameters of two or more dimensions that its
-        operations read, each with its path."""
-        found: dict[Owner, str] = {}
+        """Returns the linear layers among a branch's operations, and the parameters of two or more dimensions that the
+        operations read, as (path, matrix)."""
+        paths: dict[Owner, str] = {}
         own = {id(p): (path, p) for path, p in self.block.named_parameters() if p.dim() >= 2}
         for node in nodes:
             if node.what == "linear" and node.module is not None:
@@ -679,14 +688,14 @@ class _Reader:
                     raise Unaccounted(f"it calls {named(node.module)} that is none of its parts")
                 # an adapter's layers have the path of the layer that they adapt, which counts once
                 path = self._without_adapters(self.paths[node.module])
-                if path not in found.values():
-                    found.setdefault(owner_of(node.module), path)
+                if path not in paths.values():
+                    paths.setdefault(owner_of(node.module), path)
             elif node.module is None:
                 for identity, _ in node.inputs:  # a key is (identity, version)
                     if identity in own:
                         path, p = own[identity]
-                        found.setdefault(p, path)
-        return [(self._layer(path), owner) for owner, path in found.items()]
+                        paths.setdefault(p, path)
+        return [(self._layer(path), owner) for owner, path in paths.items()]
 
     def _layer(self, path: str) -> str:
         """Returns a linear layer's path if `path` is that of the layer's weight, which the block then reads without
@@ -696,7 +705,7 @@ class _Reader:
 
     def last(self, branch: Key) -> set[Owner]:
         """Returns a branch's last matrices: those followed only by additions, norms, dropout, factors and the like."""
-        found: set[Owner] = set()
+        last_matrices: set[Owner] = set()
         own = {id(p): p for p in self.block.parameters() if p.dim() >= 2}
         todo = [branch]
         for tensor in each_once(todo):  # also yields the inputs that the loop appends to `todo`
@@ -704,19 +713,19 @@ class _Reader:
             if node is None or tensor in self.level:  # from outside the block, or the stream itself
                 continue
             if node.what == "linear" and node.module is not None:
-                found.add(owner_of(node.module))
+                last_matrices.add(owner_of(node.module))
                 continue
             weights = [self._parameter(k, own) for k in node.inputs]
             if tensor in self.record.outputs_of_attention:
-                found |= {p for p in weights if p is self.record.outputs_of_attention[tensor]}
+                last_matrices |= {p for p in weights if p is self.record.outputs_of_attention[tensor]}
             # an operation with a parameter, other than those that may follow the last matrix, is a product with it
             elif any(p is not None for p in weights) and node.what not in _ON_A_BRANCH:
-                found |= {p for p in weights if p is not None}
+                last_matrices |= {p for p in weights if p is not None}
             elif node.what in _ON_A_BRANCH:
                 columns = node.made[0][-1:]  # an input with other columns is an index or a mask, not the branch
                 todo += [k for k, shape in zip(node.inputs, node.shapes) if shape[-1:] == columns]
                 todo += node.inputs[:1] if node.what in UNCHANGED else ()  # a view may have other columns
-        return found
+        return last_matrices
 
     def _parameter(self, tensor: Key, own: dict[int, nn.Parameter]) -> nn.Parameter | None:
         """Returns a parameter if the tensor is that parameter, a view of it or a copy of it, else None. `own`: the
@@ -738,22 +747,23 @@ class _Reader:
         """Returns a branch's linear layers, its stacks of experts (parameters of three dimensions), both with the roles
         of their rows, and its kind: cross-attention, self-attention or feed-forward. `ends`: the branch's last
         matrices; `reads_memory`: whether attention reads another tensor than the stream."""
-        found = [(path, owner, matrix) for path, owner in self.matrices(nodes) if (matrix := self.roles.of(owner))]
-        # in attention a matrix computes heads, or the last one reads attention's output or mixes tokens
+        matrices = [(path, owner, matrix) for path, owner in self.matrices(nodes) if (matrix := self.roles.of(owner))]
+        # a branch is attention if a matrix computes heads, or if the last one reads attention's output or mixes tokens
         is_attention = reads_memory or any(
-            matrix.heads or (owner in ends and (matrix.reads_attention or matrix.mixes)) for _, owner, matrix in found
+            matrix.heads or (owner in ends and (matrix.reads_attention or matrix.mixes))
+            for _, owner, matrix in matrices
         )
-        # token mixing without attention, as in MLP-Mixer, whose rows get no roles
-        is_mixer = not any(matrix.heads for *_, matrix in found) and any(matrix.mixes for *_, matrix in found)
-        self.heads = self.heads or next((matrix.heads for *_, matrix in found if matrix.heads), None)
+        # token mixing without attention, as in MLP-Mixer: the rows of its matrices get no roles
+        is_mixer = not any(matrix.heads for *_, matrix in matrices) and any(matrix.mixes for *_, matrix in matrices)
+        self.heads = self.heads or next((matrix.heads for *_, matrix in matrices if matrix.heads), None)
         called = {owner_of(node.module) for node in nodes if node.module is not None and node.what == "linear"}
         linears: list[Linear] = []
         experts: list[Linear] = []
-        for path, owner, matrix in found:
+        for path, owner, matrix in matrices:
             rows = () if is_mixer else matrix.rows
             roles = tuple(dict.fromkeys(run.role for run in rows if run.role is not None))
-            if owner in ends:  # all rows have one role, so `rows` is empty
-                roles, rows = ("output" if is_attention and not _ends_feed_forward(matrix, found) else "fc2",), ()
+            if owner in ends:  # all rows of the last matrix have one role, so `rows` is empty
+                roles, rows = ("output" if is_attention and not _ends_feed_forward(matrix, matrices) else "fc2",), ()
             is_stack = owner not in called and isinstance(owner, nn.Parameter) and owner.dim() > 2
             is_unclear = matrix.is_unclear and not is_mixer
             linear = Linear(path, roles, matrix.factor, rows, matrix.is_transposed, owner in called, is_unclear)

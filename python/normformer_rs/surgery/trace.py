@@ -62,9 +62,12 @@ class _Pair(NamedTuple):
 
 
 class Trace(TorchFunctionMode):
-    """Traces a run, and makes leaves of the outputs of all matrices and attentions. `first`: an earlier trace, whose
-    outputs are used again; `scales`: the number of a product → a mask of its outputs to multiply by −2; `norms`: the
-    model's norms."""
+    """Traces a run, and makes leaves of the outputs of all matrices and attentions.
+
+    A repeated run traces the model once more, with `first`, the trace of the first run: every matrix and attention
+    returns what it returned there. `scales` chooses some of these outputs, which are multiplied by −2: the number of a
+    product → a mask of its output. `norms`: the model's norms.
+    """
 
     def __init__(
         self, model: nn.Module, norms: Set[nn.Module], first: "Trace | None" = None, scales: Any = None
@@ -75,9 +78,10 @@ class Trace(TorchFunctionMode):
         self.products: list[Product] = []
         self.attentions: list[Attention] = []
         self.known: dict[Owner, tuple[tuple[Rows, ...], int]] = {}
-        """For each input projection of torch.nn's attention, the roles of its rows and the number of heads."""
+        """For each input projection of torch.nn's attention, the roles of its rows and the number of heads, which the
+        call's arguments tell."""
         self.attended: set[int] = set()
-        """Identities of the outputs of all attentions."""
+        """Identities of the leaves that are attentions' outputs."""
         self.pairs: list[_Pair] = []
         """Products that may be the q kᵀ of a later attention."""
         self.softmaxes: list[tuple[Tensor, Tensor, int]] = []
@@ -117,17 +121,18 @@ class Trace(TorchFunctionMode):
         return self._norm(given[0], out) if module in self.norms else self._matrix(module, given[0], out)
 
     def _norm(self, x: Tensor, out: Tensor) -> Tensor:
-        """Replaces a norm's output by x times a constant for each row, which, unlike the norm, mixes no columns."""
+        """Replaces a norm's output by x times a constant for each row. Unlike the norm this mixes no columns, so
+        derivatives through it still tell the columns apart. Returns `out` itself if it has not x's shape."""
         if not isinstance(out, Tensor) or out.shape != x.shape:
             return out
         scale = x.detach().square().mean(-1, keepdim=True).clamp_min(1e-12).rsqrt()
-        # a repeated run takes the first run's constants, which then do not depend on the outputs that are scaled
+        # a repeated run takes the first run's constants, since outputs multiplied by −2 would change its own
         if self.first is not None and self.first.scaled[len(self.scaled)].shape == scale.shape:
             scale = self.first.scaled[len(self.scaled)]
         self.scaled.append(scale)
-        made = (x * scale).to(out.dtype)
-        self._follow_constants("norm", [x], made)
-        return made
+        scaled_rows = (x * scale).to(out.dtype)
+        self._follow_constants("norm", [x], scaled_rows)
+        return scaled_rows
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch. Records views of parameters, products and softmaxes, and returns the outputs of
@@ -139,7 +144,7 @@ class Trace(TorchFunctionMode):
             out = func(*args, **kwargs)
         if self.within:
             return out
-        given = [*tensors_in(args), *tensors_in(kwargs)]
+        given = [*tensors_in(args), *tensors_in(kwargs)]  # the tensors among the arguments
         self._follow_constants(name, given, out)
         if name == "multi_head_attention_forward":
             bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
@@ -147,13 +152,13 @@ class Trace(TorchFunctionMode):
         if not isinstance(out, Tensor) or not out.is_floating_point() or not given:
             return out
         if name in UNCHANGED | _TRANSPOSES | {"index_select"} and (origin := self._origin(given[0])) is not None:
-            owner, is_exchanged = origin
+            owner, is_exchanged = origin  # whether the last two dimensions are exchanged already
             transposes = (  # the order of the last two strides shows whether a call exchanged these dimensions
                 name in _TRANSPOSES
                 and out.dim() >= 2
                 and (out.stride(-1) > out.stride(-2)) != (given[0].stride(-1) > given[0].stride(-2))
             )
-            self.views[id(out)] = owner, is_exchanged != transposes, out
+            self.views[id(out)] = owner, is_exchanged != transposes, out  # a second exchange undoes the first
         elif name == "scaled_dot_product_attention":
             return self._attended(*_of_attention(*args, **kwargs), out)
         elif name == "softmax":
@@ -165,8 +170,8 @@ class Trace(TorchFunctionMode):
         return out
 
     def _recorded(self, name: str, args: Any) -> Tensor | None:
-        """Returns the output that the first run recorded for this linear layer, so that it is not computed again.
-        None: it must be computed."""
+        """Returns the output that the first run recorded for this call of torch's `linear`, so that it is not computed
+        again. `name`, `args`: the function's. None: it must be computed."""
         number = len(self.products)
         if self.first is None or self.within or name != "linear" or number >= len(self.first.products):
             return None
@@ -177,7 +182,7 @@ class Trace(TorchFunctionMode):
     # The methods below find out whether a tensor is a parameter, a view of one, or a constant.
 
     def _follow_constants(self, name: str, given: list[Tensor], out: Any) -> None:
-        """Adds an operation's outputs to `constants` if all of its inputs are constant."""
+        """Adds an operation's outputs to `constants` if all of its inputs, `given`, are constant."""
         made = [*tensors_in(out)] if name != "__setitem__" else given[:1]  # x[…] = y writes into x and returns nothing
         is_constant = all(map(self._is_constant, given))
         for t in made:
@@ -202,7 +207,7 @@ class Trace(TorchFunctionMode):
     ) -> tuple[Owner, Tensor, Tensor, bool, bool] | None:
         """Returns the arguments of `_matrix` for a product with a matrix: (matrix, its input with columns last, the
         output, whether the output's columns are its second last dimension, whether the parameter is (fan_in, fan_out)).
-        None: the call is no product with one matrix."""
+        None: the call is no product with one matrix. `given`: the tensors among the function's arguments."""
         floats = [t for t in given if t.is_floating_point() and t.dim() >= 1]
         # positions of the matrix among the arguments, and of tensors that are no parameters
         weights = [i for i, t in enumerate(floats) if t.dim() >= 2 and self._origin(t) is not None]
@@ -211,6 +216,7 @@ class Trace(TorchFunctionMode):
             return None
         # x stands last before the matrix, since addmm's addend comes first; or first, since linear's bias comes last
         weight, x = floats[weights[0]], floats[others[-1] if others[-1] < weights[0] else others[0]]
+        # whether `weight`, perhaps a transposed view, has the parameter's dimensions exchanged
         owner, is_exchanged = self._origin(weight) or (None, False)
         assert owner is not None
         weight_shape = weight.shape[-2:]
@@ -247,16 +253,17 @@ class Trace(TorchFunctionMode):
                 value = torch.where(self.scales[number], value * _SCALE, value)
         leaf = value.clone().requires_grad_()
         self.products.append(Product(owner, x, leaf, is_transposed))
-        made = (leaf.mT if is_second_last else leaf).clone()  # a model may write into it
+        returned = (leaf.mT if is_second_last else leaf).clone()  # a model may write into it
         if self._is_constant(x):
-            self.constants[id(made)] = made
-        self.alive.append(made)
-        return made
+            self.constants[id(returned)] = returned
+        self.alive.append(returned)
+        return returned
 
     # The methods below find attentions.
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, scores: Tensor, out: Tensor) -> Tensor:
-        """Records an attention, and returns its output as a new leaf."""
+        """Records an attention, and returns its output `out` as a new leaf; in a repeated run, the first run's output.
+        The arguments are those of `Attention`."""
         value = out.detach() if self.first is None else self.first.attentions[len(self.attentions)].leaf.detach()
         leaf = value.clone().requires_grad_()
         self.attentions.append(Attention(q, k, v, scores, leaf))
@@ -271,19 +278,20 @@ class Trace(TorchFunctionMode):
         names: tuple[Any, ...] = ("query", "key", "value")
         rows = [tuple(Rows(name, head, width // heads) for head in range(heads)) for name in names]
         if stacked is not None:
-            self.known[self.owners[id(stacked)]] = sum(rows, ()), heads
+            self.known[self.owners[id(stacked)]] = sum(rows, ()), heads  # the rows of q, k and v, one after the other
         else:
             for i, name in enumerate("qkv"):
                 self.known[self.owners[id(given[f"{name}_proj_weight"])]] = rows[i], heads
-        # stands for the heads' joint output, which the function does not return
+        # The function does not return the heads' joint output, which its output matrix reads. A tensor of the same
+        # shape stands for it.
         heads_output = out[0].detach().clone().requires_grad_()
         self.attended.add(id(heads_output))
         projected = self._matrix(self.owners[id(given["out_proj_weight"])], heads_output, out[0])
         return (projected, *out[1:])
 
     def _pair(self, name: str, args: Any, given: list[Tensor]) -> tuple[Tensor, Tensor] | None:
-        """Returns the two factors of a product, as (…, rows, columns) and (…, columns, rows). None: the call does
-        not have two factors that both depend on a matrix, that is, require a gradient."""
+        """Returns the two factors of a product, as (…, rows, columns) and (…, columns, rows). None: the call does not
+        have two factors that both depend on a matrix, that is, require a gradient. `given`: the tensors in `args`."""
         factors = given[1:] if name == "baddbmm" else given  # baddbmm's first tensor is the addend
         if len(factors) != 2 or any(t.dim() < 2 or not t.requires_grad for t in factors):
             return None
@@ -294,15 +302,15 @@ class Trace(TorchFunctionMode):
         q kᵀ. Otherwise notes the product as a possible q kᵀ of a later attention."""
         depends = not self._is_constant(left) and not self._is_constant(right)
         for i, (scores, weights, dimension) in enumerate(self.softmaxes):
-            # attention multiplies its weights by the values, so exactly one factor comes from the softmax
+            # `weights` is the softmax of `scores`. Attention multiplies it by the values, so exactly one factor has it.
             is_left, is_right = (_leads(t, weights) for t in (left, right))
             pairs = [pair for pair in self.pairs if _leads(scores, pair.out)] if is_left != is_right else []
             if len(pairs) != 1:  # of several products, q kᵀ is the one whose factors both depend on the model's input
                 pairs = [pair for pair in pairs if pair.depends]
             if len(pairs) == 1 and dimension in (-1, scores.dim() - 1):  # a softmax over the keys
                 del self.softmaxes[i]
-                q, keys = pairs[0].left, pairs[0].right
-                return self._attended(q, keys.mT, right if is_left else left.mT, scores, out)
+                q, k_transposed = pairs[0].left, pairs[0].right
+                return self._attended(q, k_transposed.mT, right if is_left else left.mT, scores, out)
         self.pairs.append(_Pair(left, right, out, depends))
         return out
 

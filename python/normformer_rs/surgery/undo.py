@@ -26,7 +26,7 @@ class Row(NamedTuple):
     note: str = ""
 
 
-_MISSING: Any = object()
+_MISSING: Any = object()  # stands for the value of a key that a dictionary does not have
 
 
 class _Module(NamedTuple):
@@ -53,6 +53,7 @@ def _merged(now: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[st
     """Returns `now` with the changes from `before` to `after` reversed, in the order of `before`. Other changes since
     `after` stay."""
     changed = {key for key in {**before, **after} if before.get(key, _MISSING) is not after.get(key, _MISSING)}
+    # keys with the value _MISSING did not exist before, or others have removed them since
     values = {key: (before if key in changed else now).get(key, _MISSING) for key in {**before, **now}}
     return {key: value for key, value in values.items() if value is not _MISSING}
 
@@ -80,9 +81,11 @@ class Edits:
         self.state: State | None = State(model, optimizer)
         """The model's state before the changes. None: the changes are complete."""
         self._before: dict[nn.Module, _Module] = {}
+        """Each module that changes, with its state before the changes."""
         self._after: dict[nn.Module, _Module] = {}
+        """The same modules, with their states after the changes."""
         self._back: list[Callable[[], None]] = []  # functions that `undo` calls, the last one first
-        self._values: dict[Tensor, tuple[Tensor, bool]] = {}  # has the form of `State.values`
+        self._values: dict[Tensor, tuple[Tensor, bool]] = {}  # tensor → (its value, `requires_grad`) from before
         self._written: list[tuple[Tensor, int | None]] = []
         """Each parameter and buffer with its checksum when the changes were complete."""
         self._places: list[tuple[Tensor, torch.device, torch.dtype]] = []
@@ -162,7 +165,7 @@ class Edits:
         have hooks or attributes that the old ones cannot have.
         """
         for module in self._after:
-            (later,) = SWAPS[module][-1]  # the title of the last swap of this module
+            (later,) = SWAPS[module][-1]  # the title of the last swap of this module, in a list of one
             if SWAPS[module][-1] is not self._title:
                 same = f"{self.title} and changed the same {type(module).__name__}"
                 raise InputError(f"{later} came after {same}: undo() that first")
@@ -176,7 +179,7 @@ class Edits:
 
     def _undo(self, state: State, then: Callable[[], None]) -> None:
         """Reverses all changes. Once `state.finish` is set, an interrupt completes the undo."""
-        # the tensors of the swapped model; those that the undone model has besides are restored ones
+        # the identities of the swapped model's tensors, by which the restored ones are told from those that stay
         swapped = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
         for module, before in self._before.items():
             self._restore(module, before, self._after[module])
@@ -201,17 +204,17 @@ class Edits:
         """Reverses the changes to one module. `before`, `after`: its state before and after the swap."""
         if before.kind is not after.kind:
             reclass(module, before.kind)
-        held = {name: module.__dict__[name] for name in _DICTS}
+        held = {name: module.__dict__[name] for name in _DICTS}  # the dictionaries stay the same objects
         own = {name: value for name, value in module.__dict__.items() if name not in _DICTS}
         own = _merged(own, before.attributes, after.attributes)
         module.__dict__.clear()
         module.__dict__.update(own | held)
         for name, values in held.items():
             restored = _merged(_copied(values), before.held[name], after.held[name])
-            if name == "_modules":
+            if name == "_modules":  # each child takes the settings of the one that it replaces, or else of its parent
                 for key in restored:
-                    now = values.get(key)
-                    _adopt_settings(module if now is None else now, restored[key])
+                    replaced = values.get(key)
+                    _adopt_settings(module if replaced is None else replaced, restored[key])
             values.clear()
             values.update(restored)
 
@@ -326,6 +329,6 @@ def refuse_wrapped(model: nn.Module) -> None:
             )
     for name, p in model.named_parameters():
         if hasattr(p, "device_mesh") or hasattr(p, "ds_id"):
-            kind, way = ("a DTensor", "parallelise") if hasattr(p, "device_mesh") else ("DeepSpeed's", "initialise")
-            raise InputError(f"{name} is {kind}, and new parameters would not be: swap first, then {way} the model")
+            kind, step = ("a DTensor", "parallelise") if hasattr(p, "device_mesh") else ("DeepSpeed's", "initialise")
+            raise InputError(f"{name} is {kind}, and new parameters would not be: swap first, then {step} the model")
     refuse_offloaded(model)

@@ -60,13 +60,13 @@ def unit_matrices_(model: nn.Module, tables: Iterable[nn.Module] | None = None) 
         found[id(weight)] = weight, 1  # the rows of a table are vectors
     for p, dimension in found.values():
         p.div_(p.norm(dim=dimension, keepdim=True).clamp_min(_LEAST))
-    return [names[one] for one in found]
+    return [names[identity] for identity in found]
 
 
 def _tables(model: nn.Module) -> list[nn.Module]:
-    """Returns the input and output embeddings of a Hugging Face model of text."""
-    found: list[Any] = [getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
-    return [table for table in found if _weight_of(table) is not None]
+    """Returns the input and output embeddings of a Hugging Face model of text; none of other models."""
+    tables: list[Any] = [getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
+    return [table for table in tables if _weight_of(table) is not None]
 
 
 def _weight_of(module: Any) -> nn.Parameter | None:
@@ -76,9 +76,9 @@ def _weight_of(module: Any) -> nn.Parameter | None:
 
 
 def _of_blocks(model: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
-    """Yields each matrix, and the dimension along which its vectors lie."""
+    """Yields each matrix of a model's blocks, and the dimension along which its vectors lie."""
     for path, module in model.named_modules():
-        # a `normformer_rs.Transformer` names its matrices by this method
+        # a `normformer_rs.Transformer` has this method, which returns name → dimension for its matrices
         dimensions: Any = getattr(module, "_unit_dimensions", None)
         if dimensions is None:
             yield from _of_block(path, module)
@@ -98,7 +98,8 @@ def _of_block(path: str, block: nn.Module) -> Iterator[tuple[nn.Parameter, int]]
     for part in parts:
         for linear in part.linears:
             writes = {*linear.roles} <= {"output", "fc2"}
-            # the stream's width is dimension 0 of a matrix (fan_out, fan_in) that writes, and 1 of one that reads
+            # The stream's width is dimension 0 of a matrix (fan_out, fan_in) that writes, and 1 of one that reads. In a
+            # transposed matrix it is the other way round.
             yield weight_and_bias(block, linear.path)[0], int(writes == is_transposed(block, linear.path))
         for linear in part.experts:
             writes = {*linear.roles} <= {"output", "fc2"}

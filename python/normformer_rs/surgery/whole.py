@@ -44,11 +44,12 @@ class State:
     the optimizer's groups, the record of swaps, and the random state. Parameters' values are kept only for those passed
     to `keep_values`.
 
-    `beside`: modules outside the model that change, too.
+    `optimizer`: the optimizer whose groups and state change; `beside`: modules outside the model that change, too.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any = None, beside: Iterable[nn.Module] = ()) -> None:
         modules = dict.fromkeys(module for top in (model, *beside) for module in top.modules())
+        # Each of the following lists has (object, its contents at this time), as `restore` reads them.
         self._modules = [(module, type(module), {**vars(module)}) for module in modules]
         holders = (own.get(name) for _, _, own in self._modules for name in _HOLDERS)
         distinct = {id(holder): holder for holder in holders if isinstance(holder, dict | set)}
@@ -98,7 +99,8 @@ class State:
             raise
 
     def _settle(self) -> None:
-        """Completes the change or restores everything. Signals that arrive meanwhile are raised at the end."""
+        """Completes the change or restores everything. Signals that arrive meanwhile are held back and raised at the
+        end, so that they do not interrupt it."""
         try:
             if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
                 for number in signal.valid_signals():
@@ -127,12 +129,12 @@ class State:
             _put_back(vars(module), own)
         for holder, items in self._holders:
             _put_back(holder, items)
-        for t, requires_grad, attributes, (hooks, hooked) in self._tensors:
+        for t, requires_grad, attributes, (hooks, copy_of_hooks) in self._tensors:
             _put_back(vars(t), attributes)
             if t._backward_hooks is not hooks:
                 t._backward_hooks = hooks
             if hooks is not None:
-                _put_back(hooks, hooked)
+                _put_back(hooks, copy_of_hooks)
             if t.requires_grad != requires_grad:
                 t.requires_grad_(requires_grad)
         write(self.values)
@@ -142,11 +144,11 @@ class State:
         for dictionary, items in self._dicts:
             _put_back(dictionary, items)
         for record, key, entries in self._records:
-            now = record.get(key)
-            if now is not None:
-                now[:] = entries
-        for put, state in self._random:
-            put(state)
+            present_entries = record.get(key)
+            if present_entries is not None:
+                present_entries[:] = entries
+        for set_state, state in self._random:
+            set_state(state)
         torch.set_grad_enabled(self._has_gradients)
 
 
@@ -183,7 +185,7 @@ def _hooks(t: Tensor) -> tuple[Any, Any]:
 
 
 def _version(t: Tensor) -> int | None:
-    """Returns a tensor's count of in-place writes. None: it is an inference tensor, which does not count them."""
+    """Returns a tensor's count of in-place writes. None: the tensor was made in inference mode, and counts none."""
     return None if t.is_inference() else t._version
 
 
@@ -197,7 +199,8 @@ def _random_states(tensors: Iterable[Tensor]) -> list[tuple[Callable[[Tensor], A
 
 
 def _raise(numbers: list[int]) -> None:
-    """Raises each of the signals with these numbers, even if the handler of one of them raises an exception."""
+    """Raises each of the signals with these numbers, and empties the list. The recursion goes on even if the handler of
+    a signal raises an exception, as that of Ctrl-C does."""
     if numbers:
         try:
             signal.raise_signal(numbers.pop(0))
