@@ -192,15 +192,15 @@ PLANTED = [
     Planted(
         "A model looks trained if",
         "surgery/residuals.py",
-        "if learned is not None and is_drawn:",
+        "if trained is not None and draws_by_default:",
         "if False:",
         ("surgery/test_blocks.py::test_trained_weights_are_drawn_only_if_init_says_so",),
     ),
     Planted(
         "What other libraries keep on a model",
         "surgery/handover.py",
-        'goes = _is_plain(value) or attribute.startswith("_dynamo")',
-        "goes = True",
+        'is_plain_or_dynamos = _is_plain(value) or attribute.startswith("_dynamo")',
+        "is_plain_or_dynamos = True",
         ("surgery/test_handover.py::test_what_cannot_go_over_is_refused_by_name",),
     ),
     Planted(

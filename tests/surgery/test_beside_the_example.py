@@ -444,3 +444,16 @@ def test_a_removed_norm_is_not_called_by_other_modules():
     torch.testing.assert_close(model.peep(x), want)
     with pytest.raises(InputError, match=r"peep\(\) of Decodes calls a swapped block's Identity"):
         swapped(built(Decodes, kind=Steps), "rezero").peep(x)
+
+
+class ByKeyword(FeedForward):
+    def forward(self, x):
+        h = F.linear(x, weight=self.up.weight, bias=self.up.bias)
+        return F.linear(input=F.gelu(h), bias=self.down.bias, weight=self.down.weight)
+
+
+def test_linear_layers_by_keyword_run_on_the_meta_device():
+    with torch.device("meta"):
+        model = Model(lambda: Block(ByKeyword()))
+    swap_residuals(model, "deepnorm", init=None, example=torch.zeros(2, 5, D))
+    assert structure_of(model.blocks[0]).parts[1].norm == "n2"

@@ -379,9 +379,10 @@ class _OneRow(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch; a linear layer with equal rows is computed from one row."""
-        if func is nn.functional.linear and args[1].stride() == (0, 1):  # the weight's rows are one row in memory
-            # the bias may be given by position, by name, or not at all
-            x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
+        # its arguments, which may be given by position or by name
+        given = dict(zip(("input", "weight", "bias"), args)) | (kwargs or {})
+        if func is nn.functional.linear and given["weight"].stride() == (0, 1):  # its rows are one row in memory
+            x, weight, bias = given["input"], given["weight"], given.get("bias")
             y = func(x, weight[:1]).expand(*x.shape[:-1], len(weight))
             return y.clone() if bias is None else y + bias  # the clone may be written in place, as a real output may
         return func(*args, **(kwargs or {}))
