@@ -122,6 +122,12 @@ def test_every_scheme_is_what_a_second_route_computes(name):
     check(name, SCHEMES)
 
 
+@pytest.mark.parametrize("scheme", ["subln", "hybridnorm"])
+def test_a_schemes_own_norms_in_a_sublayer_are_no_hidden_ones(scheme):
+    """OLMo2 has no norm before its sublayers; the scheme's norms inside make them independent of their input's size."""
+    assert max(compare("OLMo2", scheme)) < ERROR
+
+
 def test_a_number_on_the_branch_goes_before_the_scheme_norms_it():
     """Granite multiplies its branches by a number."""
     assert max(compare("Granite", "sandwich")) < ERROR

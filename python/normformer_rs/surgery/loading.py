@@ -57,7 +57,8 @@ def load_swapped(
     Returns: the model, in evaluation mode as `from_pretrained` gives it.
 
     Errors: InputError if `transformers` is not installed; if config.json names no swaps, swaps to a class of your own,
-    damaged swaps, or norms that the model's base does not have; and if it names code and `trust` is False.
+    damaged swaps, or norms that the model's base does not have; if it names code and `trust` is False; and if
+    `swap` leaves out a swap of the saved model.
     """
     try:
         import transformers
@@ -108,6 +109,11 @@ def load_swapped(
         raise InputError(
             f"{folder}: its weights are of no model with {lost[0]}, a swap that its config.json names: load it with "
             "from_pretrained, or pass swap=, a function that swaps as the saved model was"
+        )
+    if swap is not None and (left := sorted(leaf for leaf in unexpected - missing if leaf.startswith(MARKS))):
+        raise InputError(
+            f"{folder}: its weights have {left[0]}, the mark of a swap that the function swap= does not make: let it "
+            "make all swaps of the saved model"
         )
     model.__class__ = kind  # instead of the subclass that repeats the swaps
     return (model, report) if wants_report else model

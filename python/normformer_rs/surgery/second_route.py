@@ -58,7 +58,10 @@ class Branches:
     sublayers without a known norm read 2·x in one, and x with its columns moved by one in the other. A sublayer norms
     its input if F(2·x) is F(x), but F of the moved x is not."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_bare: bool = False) -> None:
+        self.is_bare = is_bare
+        """Whether the runs leave out what the scheme does inside sublayers, such as norms of queries, keys and values,
+        which would count as the sublayers' own."""
         self.values: list[Tensor] = []
         """The branches F(x) of the first run, in order."""
         self.changed: Callable[[Tensor], Tensor] | None = None
@@ -68,10 +71,11 @@ class Branches:
         self.number = 0
         """How many branches the run under way has had."""
 
-    def again(self, changed: Callable[[Tensor], Tensor]) -> None:
-        """Begins another run, in which sublayers read `changed(x)`."""
+    def again(self, changed: Callable[[Tensor], Tensor] | None) -> None:
+        """Begins another run, in which sublayers read `changed(x)`. None: the first run, with x itself."""
         self.changed, self.number = changed, 0
-        self.changes.append({})
+        if changed is not None:
+            self.changes.append({})
 
     def kept(self, f: Tensor, name: str) -> Tensor:
         """Notes the branch f, and returns it as the first run had it, so that later sublayers get equal inputs in all
@@ -520,7 +524,7 @@ class Recomputed(TorchFunctionMode):
                 hooks.callback(module.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(self.leave, with_kwargs=True).remove)
             for block, (residual, _) in self.blocks.items():
-                for handle in self._inside(block, residual):
+                for handle in () if self.branches.is_bare else self._inside(block, residual):
                     hooks.callback(handle.remove)
             with self:
                 returned = call(self.base)
@@ -578,7 +582,11 @@ def disagreement(
         parts = [part for whole, _ in route.blocks.values() for part in whole.parts]
         # in training mode a batch norm within a branch also makes it independent of the size of its input
         if not training and first.error is None and any(part.before is None for part in parts):
-            for changed in (lambda x: 2 * x, lambda x: x.roll(1, -1)):  # the order that `norming` expects
+            if any(sublayer.inside for residual in _layers(route) for sublayer in residual.sublayers):
+                branches = Branches(is_bare=True)
+            # the order that `norming` expects; a first run without the changes inside, if the scheme has some
+            runs = (lambda x: 2 * x, lambda x: x.roll(1, -1))
+            for changed in (None, *runs) if branches.is_bare else runs:
                 branches.again(changed)
                 more_route = Recomputed(base, model, branches)
                 run = functools.partial(more_route.run, lambda base_model: _call(base_model, given))
@@ -601,6 +609,12 @@ def disagreement(
     doubled = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, example)
     exact = observe(model, lambda: _call(model, doubled), [], training, now.has_backward, shifts, is_double=True)
     return message if exact.error is not None else _compared(*second(doubled, is_double=True), exact, training)
+
+
+def _layers(route: Recomputed) -> Iterator[Any]:
+    """Yields the `BlockResidual` of each layer."""
+    for whole, _ in route.blocks.values():
+        yield from getattr(whole, "layers", [whole])
 
 
 def _call(model: nn.Module, example: Any) -> Any:

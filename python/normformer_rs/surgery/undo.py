@@ -169,7 +169,7 @@ class Edits:
             if SWAPS[module][-1] is not self._title:
                 same = f"{self.title} and changed the same {type(module).__name__}"
                 raise InputError(f"{later} came after {same}: undo() that first")
-        refuse_offloaded(self.model)
+        refuse_wrapped(self.model, "undo()")
         for name, new, old in self._heirs:
             refuse_held(name, new, old)
         # the children from before the swap, which the undo puts back, are written as well
@@ -276,7 +276,8 @@ class Swaps(Sequence[Row]):
         If Ctrl-C interrupts it, the model stays swapped, and `undo()` can be called again; near the end, the undo is
         completed instead.
 
-        Errors: InputError if this swap was undone already, or if a later one changed the same modules: undo that first.
+        Errors: InputError if this swap was undone already; if a later one changed the same modules: undo that first; or
+        if the model is wrapped or sharded by now, as after `fully_shard`.
         """
         if self._edits is None:
             raise InputError(f"{self.title}: this has been taken back already, or is itself the way back")
@@ -315,9 +316,9 @@ class Swaps(Sequence[Row]):
         return "\n".join([f"{self.title}: {len(self._rows)}", *lines])
 
 
-def refuse_wrapped(model: nn.Module) -> None:
+def refuse_wrapped(model: nn.Module, change: str = "swap") -> None:
     """Raises InputError if something else holds the model's parameters: a wrapper such as FSDP, a device mesh, or
-    accelerate's offloading."""
+    accelerate's offloading. `change`: what is to change them, for the message."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module; got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -325,10 +326,10 @@ def refuse_wrapped(model: nn.Module) -> None:
         if wrapper is not None:
             raise InputError(
                 f"{name or 'the model'} is wrapped in {wrapper}, which holds on to the parameters it was given and "
-                "would neither synchronise nor shard new ones: swap first, then wrap"
+                "would neither synchronise nor shard new ones: {change} first, then wrap"
             )
     for name, p in model.named_parameters():
         if hasattr(p, "device_mesh") or hasattr(p, "ds_id"):
             kind, step = ("a DTensor", "parallelise") if hasattr(p, "device_mesh") else ("DeepSpeed's", "initialise")
-            raise InputError(f"{name} is {kind}, and new parameters would not be: swap first, then {step} the model")
+            raise InputError(f"{name} is {kind}, and new parameters would not be: {change} first, then {step} it")
     refuse_offloaded(model)
