@@ -157,7 +157,7 @@ def swapped_and_sharded(mesh, schemes):
     for scheme in schemes:
         whole, sharded = (copy.deepcopy(plain) for _ in range(2))
         for model in (whole, sharded):  # no copy of a swapped model, since a copy's t follows the original's
-            swap_residuals(model, scheme, init=None)
+            table = swap_residuals(model, scheme, init=None)
         for part in (*sharded.model.layers, sharded):
             fully_shard(part, mesh=mesh)
         losses = []
@@ -169,6 +169,8 @@ def swapped_and_sharded(mesh, schemes):
                 optimizer.step()
             losses.append(model(input_ids=tokens, labels=tokens).loss.detach())
         torch.testing.assert_close(*losses, msg=scheme)
+        with pytest.raises(nfrs.InputError, match=r"undo\(\) first"):
+            table.undo()
         ts = [[int(m.t) for m in model.modules() if "t" in m._buffers] for model in (whole, sharded)]
         assert ts[0] == ts[1] and set(ts[0]) <= {4}, (scheme, ts)
         state = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

@@ -417,6 +417,23 @@ def test_auto_classes_take_either_consent(tmp_path):
         same("GPT2", model, transformers.AutoModelForCausalLM.from_pretrained(folder, **{consent: True}))
 
 
+def test_a_function_must_make_all_swaps_of_the_saved_model(tmp_path):
+    model = build("GPT2")
+    swap_norms(model, "rmsnorm"), swap_residuals(model, "deepnorm")
+    move(model).save_pretrained(tmp_path)
+
+    def norms(new):
+        swap_norms(new, "rmsnorm")
+
+    def residuals(new):
+        swap_residuals(new, "deepnorm", init=None)
+
+    same("GPT2", model, load_swapped(tmp_path, swap=lambda new: (norms(new), residuals(new))))
+    for swap, left in ((norms, "scheme_deepnorm"), (residuals, "norm_is_rmsnorm")):
+        with pytest.raises(InputError, match=f"weights have {left}, the mark of a swap that the function"):
+            load_swapped(tmp_path, swap=swap)
+
+
 # One configuration object for several models.
 
 

@@ -326,7 +326,7 @@ def refuse_wrapped(model: nn.Module, change: str = "swap") -> None:
         if wrapper is not None:
             raise InputError(
                 f"{name or 'the model'} is wrapped in {wrapper}, which holds on to the parameters it was given and "
-                "would neither synchronise nor shard new ones: {change} first, then wrap"
+                f"would neither synchronise nor shard new ones: {change} first, then wrap"
             )
     for name, p in model.named_parameters():
         if hasattr(p, "device_mesh") or hasattr(p, "ds_id"):
