@@ -80,9 +80,9 @@ impl Tensorized {
         inside.at(Point::AfterOutput, out, &ctx.rows())
     }
 
-    /// Returns the entries that W_o reads, (n, queries, keys²). For query i, the entry of keys j and k is Σ_r c_r((q_i
-    /// + u)_r k_jr + (q_i + w)_r p_jr) v_kr, where p_j is the projected encoding of position T − 1 − j. q, k and v are
-    /// (n, queries or keys, R). `absent`, bool (n, keys), is true at padding.
+    /// Returns the entries that W_o reads, (n, queries, keys²). For query i, the entry of keys j and k is
+    /// Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_jr) v_kr, where p_j is the projected encoding of position T − 1 − j. q, k
+    /// and v are (n, queries or keys, R). `absent`, bool (n, keys), is true at padding.
     fn entries(&self, q: &Tensor, k: &Tensor, v: &Tensor, absent: Option<&Tensor>) -> Result<Tensor> {
         let (kind, device) = (q.kind(), q.device());
         let [n, queries, rank] = q.size()[..] else { unreachable!("queries have three dimensions") };
