@@ -136,7 +136,8 @@ PROJECTIONS: tuple[Role, ...] = ("query", "key", "value")
 
 def projected(block: nn.Module, part: Part, role: Role, heads: int) -> tuple[str, list[int], int] | None:
     """Returns where an attention computes its queries, keys or values (`role`): the linear layer's path, the columns of
-    its output that hold them, head by head, and the width of a head. None: several layers compute them, or it is not
+    its output that hold them, head by head, and the width of a head. None: several layers compute them, or a part's
+    code reads the layer's weight without calling it, or a feed-forward adds its output to the same branch, or it is not
     known which head each column belongs to."""
     linears = [linear for linear in part.linears if role in linear.roles]
     if len(linears) != 1 or not linears[0].is_called or part.is_parallel:

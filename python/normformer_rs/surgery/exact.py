@@ -116,7 +116,8 @@ class ExactSwap:
         return "" if norm in self.sites else self.unfit.get(norm, "reads no residual stream")
 
     def folds(self, norm: nn.Module) -> bool:
-        """Returns whether the norm's β is folded into the linear layers that read it, which all have a bias."""
+        """Returns whether the norm's β is folded into the linear layers that read the norm: they are known (`fault` is
+        empty), and each has a bias to add it to."""
         site = self.sites[norm]
         return not site.fault and all(matrix.offsets() is not None for matrix in site.readers)
 

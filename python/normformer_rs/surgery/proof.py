@@ -205,8 +205,9 @@ def _double_buffers(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _undropped(model: nn.Module) -> Iterator[None]:
-    """Sets the rate of all dropout layers to 0 inside a `with` block. There, they refuse hidden states that hold more
-    than x, of which they would drop numbers once for each layer."""
+    """Sets the rate of all dropout layers to 0 inside a `with` block. A dropout between blocks would also drop the
+    further tensors of a scheme that travel in the hidden state, and at rate 0 no comparison would show it. So these
+    layers raise an error for such a hidden state."""
     rates = [(module, module.p) for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
     hooks = [module.register_forward_pre_hook(_refuse_wide) for module, _ in rates]
     try:

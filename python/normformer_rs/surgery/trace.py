@@ -72,6 +72,8 @@ class Trace(TorchFunctionMode):
     def __init__(
         self, model: nn.Module, norms: Set[nn.Module], first: "Trace | None" = None, scales: Any = None
     ) -> None:
+        """Prepares a trace; the class's text describes the arguments. Matrices are parameters of two or more
+        dimensions."""
         super().__init__()
         self.model, self.norms, self.first, self.scales = model, norms, first, scales or {}
         self.owners: dict[int, Owner] = {id(p): p for p in model.parameters() if p.dim() >= 2}
