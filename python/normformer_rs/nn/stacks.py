@@ -126,8 +126,8 @@ class Stack(Growing):
 
     def _extend(self, place: Place, end: tuple[Change, ...], factory: Mapping[str, Any], bias: bool) -> None:
         """Adds the scheme's own parts of the stack; an existing norm stays. `place`: the first layer's, with what
-        the scheme declares; `end`: the changes after the last layer; `factory`: device and dtype; `bias`: True for norms
-        with biases."""
+        the scheme declares; `end`: the changes after the last layer; `factory`: device and dtype; `bias`: True for
+        norms with biases."""
         self.place, declared = place, place.declared
         if declared.combine is not None:
             with drawn_apart(factory["device"], "sums"):
