@@ -14,13 +14,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ..errors import InputError
 from ..nn.interpreter import Streams, open_streams
 from .converted import Converted, residual_of
-from .record import ADDITIONS, FOLLOWED, TIMES, UNCHANGED, factor_of, has_factor, takes_all
+from .record import ADDITIONS, FOLLOWED, TIMES, UNCHANGED, takes_all
 from .structure import Structure
 
 _LOOKS = frozenset(
@@ -54,8 +53,6 @@ class Pass:
         """Whether the call has ended."""
         self.written = 0
         """The number of additions to the stream so far."""
-        self.factors: list[float] = []
-        """The numbers by which the block's code has multiplied tensors since the last addition."""
         self.has_gradients = torch.is_grad_enabled()
         self.seen: dict[tuple[str, int], int] = {}
         """(kind, number of writing additions before) → how many operations of the kind ("+" or "*") came since then."""
@@ -103,20 +100,6 @@ class Pass:
                     "gradients would be lost: use use_reentrant=False, or checkpoint the whole block"
                 )
             frame = frame.f_back
-
-    def check_factor(self, sublayer: int) -> None:
-        """Raises InputError if the block's code did not multiply a sublayer's branch by `Part.beta`, its number in the
-        run that it was swapped by. The scheme divides the branch by that number."""
-        if torch.compiler.is_compiling():
-            return
-        factors, self.factors = self.factors, []
-        part = self.residual.parts[sublayer]
-        if part.beta != 1 and not has_factor(factors, part.beta):
-            raise InputError(
-                f"{self.residual.described()} multiplies its branch of {part} by another number than the "
-                f"{part.beta:g} of the run that it was swapped by, which the scheme has replaced: undo() the swap, and "
-                "swap with an example that has the other number"
-            )
 
     def end(self) -> None:
         """Ends the call. From then on, only recomputations use its streams."""
@@ -390,7 +373,6 @@ def write(stream: Stream, f: Tensor) -> Stream:
                 "residual stream as it was before an earlier addition. Swap with an example that goes this way"
             )
         run.refuse_reentrant()
-        run.check_factor(run.writes[number])
         run.written = number + 1
     f = f if stream.parallel is None else stream.parallel + f
     # if the next addition belongs to the same sublayer, the scheme gets the sum of both branches there
@@ -457,17 +439,6 @@ class _Runs(threading.local):
 RUNS = _Runs()
 
 
-class _Factors(TorchFunctionMode):
-    """Notes the numbers by which a block's code multiplies tensors."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if RUNS.under_way and not RUNS.is_schemes:
-            factor = factor_of(getattr(func, "__name__", ""), args, kwargs)
-            RUNS.under_way[-1].factors += [] if factor is None else [factor]
-        return func(*args, **kwargs)
-
-
 @contextlib.contextmanager
 def under_way(run: Pass) -> Iterator[None]:
     """Marks the operations inside a `with` block as those of a block's own code, except where the scheme computes."""
@@ -476,10 +447,8 @@ def under_way(run: Pass) -> Iterator[None]:
         return
     before, RUNS.is_schemes = RUNS.is_schemes, False
     RUNS.under_way.append(run)
-    has_factors = any(part.beta != 1 for part in run.residual.parts)  # else `Pass.check_factor` needs no record
     try:
-        with _Factors() if has_factors else contextlib.nullcontext():
-            yield
+        yield
     finally:
         RUNS.under_way.pop()
         RUNS.is_schemes = before
