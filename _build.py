@@ -269,6 +269,7 @@ def _headers(target: Path) -> Path:
 def _link(link: Path, folder: Path) -> Path:
     """Makes `link` a symbolic link to the folder, in place of an older one, and returns it."""
     new = _beside(link)
+    new.unlink(missing_ok=True)  # a killed build with this process's number may have left one
     new.symlink_to(folder, target_is_directory=True)
     new.replace(link)
     return link

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from normformer_rs import InputError
-from normformer_rs.surgery import swap_residuals
+from normformer_rs import InputError, schemes
+from normformer_rs.surgery import proof, swap_residuals
 from normformer_rs.surgery.blocks import structure_of
 
 D = 8
@@ -427,6 +427,145 @@ def test_a_removed_norm_is_not_called_by_other_modules():
     torch.testing.assert_close(model.peep(x), want)
     with pytest.raises(InputError, match=r"peep\(\) of Decodes calls a swapped block's Identity"):
         swapped(built(Decodes, kind=Steps), "rezero").peep(x)
+
+
+class ByThis(Steps):
+    def step(this, x):
+        return super().step(x) if x is None else this.n2(x + this.f1(this.n1(x)))
+
+
+def test_a_methods_first_argument_has_any_name():
+    model = swapped(built(Decodes, kind=ByThis), "postnorm")
+    with pytest.raises(InputError, match=r"step\(\) of ByThis calls a swapped block's LayerNorm outside"):
+        model.decode(numbers())
+
+
+class Peeps(Decodes):
+    """Shows what the first block's norm gives, beside its result, and norms another tensor by the last norm."""
+
+    def forward(self, x):
+        return super().forward(x), self.embedded(x)
+
+    def embedded(self, x):
+        return self.norm(self.blocks[0].look(x))
+
+
+class Looks(Block):
+    def look(self, x):
+        return self.n1(x)
+
+
+@pytest.mark.parametrize("scheme", ["prenorm", "sandwich", "deepnorm"])
+def test_norms_that_the_example_shows_outside_their_block_stay_callable(scheme):
+    model, x = built(Peeps, kind=Looks), numbers()
+    if scheme == "deepnorm":
+        refused(model, scheme, r"blocks\.0\.n1 also norms a tensor that is not on the residual stream")
+        return
+    want = model.norm(model.blocks[0].n1(x))
+    swapped(model, scheme)
+    torch.testing.assert_close(model(x)[1], want)
+
+
+class OneForward(Model):
+    """A forward that runs through all layers, and a method that calls its last norm."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block.f1(block.n1(x))
+            x = x + block.f2(block.n2(x))
+        return self.norm(x)
+
+    def project(self, x):
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("scheme", ["prenorm", "sandwich"])
+def test_the_last_norm_of_a_loop_is_callable(scheme):
+    model, x = built(OneForward), numbers()
+    want = model.norm(x)
+    torch.testing.assert_close(swapped(model, scheme).project(x), want)
+
+
+class LosesGradients(Block):
+    """Loses the gradients of a matrix once it is swapped, as a fault of a swap would."""
+
+    def forward(self, x):
+        f = self.f1
+        weight = f.up.weight.detach() if hasattr(self, "residual") else f.up.weight
+        x = x + f.down(F.gelu(F.linear(self.n1(x), weight, f.up.bias)))
+        return x + self.f2(self.n2(x))
+
+
+class Checkpointed(Model):
+    def stack(self, x, *rest):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("how", ["f64", "checkpoints", "bf16", "autocast"])
+def test_gradients_of_large_matrices_are_compared_once_at_least(how, monkeypatch):
+    monkeypatch.setattr(proof, "_MANY", 100)  # the matrices have 128 numbers
+    model, x = built(Checkpointed if how == "checkpoints" else Model, kind=LosesGradients), numbers()
+    if how == "bf16":
+        model, x = model.bfloat16(), x.bfloat16()
+    if how == "autocast":
+        model, x = model.float(), x.float()
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    refused(model, "sandwich", "its gradients differ by", x)
+
+
+@pytest.mark.parametrize("times", [torch.mul, torch.multiply, torch.div, torch.divide, torch.true_divide])
+def test_a_branchs_factor_is_found_however_it_is_written(times):
+    class Scaled(Block):
+        def forward(self, x):
+            x = x + times(self.f1(self.n1(x)), other=0.5)
+            return x + times(self.f2(self.n2(x)), 0.5)
+
+    model = built(Model, kind=Scaled)
+    assert [part.beta for part in structure_of(swapped(model, "postnorm").blocks[0]).parts] == [
+        2.0 if "div" in times.__name__ else 0.5
+    ] * 2
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (2, D // 2)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class PostNorm(Block):
+    def __init__(self):
+        super().__init__()
+        self.f1 = Attention()
+
+    def forward(self, x):
+        x = self.n1(x + self.f1(x))
+        return self.n2(x + self.f2(x))
+
+
+class KeepsOutput(schemes.Scheme):
+    """Adds attention's output to the branch of the feed-forward."""
+
+    name = "keeps-output"
+
+    def around(self, place):
+        return schemes.ResidualSpec(before=[schemes.norm()], branch=[schemes.mix("o")] if place.index == 1 else [])
+
+    def inside(self, place):
+        return {"after_output": [schemes.keep("o")]} if place.index == 0 else {}
+
+    def stack(self, place):
+        return schemes.StackSpec(end=[schemes.norm()])
+
+
+def test_tensors_kept_inside_a_sublayer_may_be_mixed_in_outside():
+    model = swapped(built(Model, kind=PostNorm), KeepsOutput())
+    assert type(model.blocks[0].residual.place.config.residual) is KeepsOutput
 
 
 class ByKeyword(FeedForward):

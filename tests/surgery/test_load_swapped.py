@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import json
 import pickle
 import shutil
@@ -432,6 +433,52 @@ def test_a_function_must_make_all_swaps_of_the_saved_model(tmp_path):
     for swap, left in ((norms, "scheme_deepnorm"), (residuals, "norm_is_rmsnorm")):
         with pytest.raises(InputError, match=f"weights have {left}, the mark of a swap that the function"):
             load_swapped(tmp_path, swap=swap)
+    with pytest.raises(InputError, match="no model with scheme_sandwich, a swap that the function swap= makes"):
+        load_swapped(tmp_path, swap=lambda new: (norms(new), swap_residuals(new, "sandwich", init=None)))
+
+
+def test_a_function_makes_swaps_of_norms_in_any_order_and_none_is_forgotten(tmp_path):
+    def blocks(new):
+        swap_norms(new, "rmsnorm", filter=lambda path, _: ".h." in path)
+
+    def last(new):
+        swap_norms(new, "scalenorm", filter=lambda path, _: ".h." not in path)
+
+    model = build("GPT2")
+    blocks(model), last(model)
+    move(model).save_pretrained(tmp_path)
+    same("GPT2", model, load_swapped(tmp_path, swap=lambda new: (last(new), blocks(new))))
+    with pytest.raises(InputError, match="weights have norm_is_rmsnorm, the mark of a swap that the function"):
+        load_swapped(tmp_path, swap=last)
+
+
+def test_a_function_need_not_swap_what_the_loaded_part_lacks(tmp_path):
+    given = inputs("CLIP")
+    text = {name: given[name] for name in ("input_ids", "attention_mask")}
+    model = build("CLIP")
+
+    def swap_text(part):
+        swap_residuals(part, "sandwich", init=None, example=text)
+
+    swap_text(model.text_model)
+    swap_residuals(model.vision_model, "peri-ln", init=None, example={"pixel_values": given["pixel_values"]})
+    move(model).save_pretrained(tmp_path)
+    loaded = load_swapped(
+        tmp_path, transformers.CLIPTextModel, swap=lambda new: swap_text(getattr(new, "text_model", new))
+    )
+    want, found = (part.eval()(**text).last_hidden_state for part in (model.text_model, loaded))
+    assert torch.equal(want, found)
+
+
+def test_a_part_of_a_model_is_marked_though_the_collector_is_frozen(tmp_path):
+    model = build("Bert")
+    gc.freeze()
+    count = gc.get_freeze_count()
+    swap_residuals(model.bert, "sandwich")
+    assert gc.get_freeze_count() >= count
+    model.save_pretrained(tmp_path)
+    with pytest.raises(OSError, match=r"load-with-normformer_rs\.load_swapped"):
+        type(model).from_pretrained(tmp_path)
 
 
 # One configuration object for several models.

@@ -107,6 +107,35 @@ def test_compiled_blocks_end_their_stack(scheme, how):
         near(model(TOKENS), expected)
 
 
+@pytest.mark.parametrize("scheme", ["peri-ln", "resi-dual"])
+def test_a_stack_begins_once_if_some_blocks_are_compiled(scheme):
+    model = made(lambda: Model(Pre() for _ in range(LAYERS)))
+    swapped(model, scheme)
+    expected = model(TOKENS)
+    for layer in model.layers[:-1]:
+        layer.compile(backend="eager")
+    with torch.no_grad():
+        near(model(TOKENS), expected)
+
+
+@pytest.mark.parametrize("scheme", ["prenorm", "deepnorm", "rezero"])
+def test_blocks_compiled_alone_share_their_code(scheme):
+    """Else the ninth layer would run eagerly, since torch compiles a function eight times at most."""
+    model = made(lambda: Model(Pre() for _ in range(12)))
+    swapped(model, scheme)
+    expected, graphs = model(TOKENS), []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    near(model(TOKENS), expected)
+    # two if a norm or a factor of the first layer differs from the others'
+    assert len(graphs) <= 2
+
+
 def test_a_shared_block_is_not_compiled_alone_where_its_layer_counts():
     model = made(lambda: Model([Pre()] * LAYERS))
     swapped(model, "peri-ln")

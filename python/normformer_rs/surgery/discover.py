@@ -55,6 +55,8 @@ class Stacks(NamedTuple):
     that could not be explained: path → reason."""
     run: Callable[[], Any] | None
     """Runs the model with the same input as the run that found the stacks. None: no run was needed."""
+    is_narrow: bool = False
+    """Whether that run computed in 16 bits anywhere."""
 
 
 def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
@@ -128,7 +130,9 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
         if run_record is None and why_no_run:
             raise refuse_without(model, why_no_run)
         raise none_found(model, unknown or not_residual)
-    return Stacks(groups, unknown, None if run_record is None else caller(model, example))
+    if run_record is None:
+        return Stacks(groups, unknown, None)
+    return Stacks(groups, unknown, caller(model, example), run_record.is_narrow)
 
 
 def _loops(model: nn.Module, candidates: Any, example: Any) -> list[Group]:

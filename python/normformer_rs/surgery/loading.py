@@ -3,7 +3,7 @@
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -100,19 +100,20 @@ def load_swapped(
             f"{folder}: its weights have other shapes than the swaps that its config.json names, as the report above "
             "says: pass swap=, a function that swaps as the saved model was"
         ) from error
-    # the last names of parameters and buffers that only the model has, or only the file
-    missing = {name.rpartition(".")[2] for name in report["missing_keys"]}
-    unexpected = {name.rpartition(".")[2] for name in report["unexpected_keys"]}
-    # A swap marks its modules by a buffer (marker.py). If the file has that buffer at no path, its weights are of a
-    # model without the swap.
-    if swaps and (lost := sorted(leaf for leaf in missing - unexpected if leaf.startswith(MARKS))):
+    # A swap marks its modules by buffers (marker.py): the names of those that only the model has, or only the file. If
+    # the file has a mark at no path, its weights are of a model without the swap.
+    missing, unexpected = (_marks(report[f"{which}_keys"]) for which in ("missing", "unexpected"))
+    if lost := sorted(missing.keys() - unexpected.keys()):
+        how = "that its config.json names" if swaps else "that the function swap= makes"
         raise InputError(
-            f"{folder}: its weights are of no model with {lost[0]}, a swap that its config.json names: load it with "
-            "from_pretrained, or pass swap=, a function that swaps as the saved model was"
+            f"{folder}: its weights are of no model with {lost[0]}, a swap {how}: load it with from_pretrained, or "
+            "pass swap=, a function that swaps as the saved model was"
         )
-    if swap is not None and (left := sorted(leaf for leaf in unexpected - missing if leaf.startswith(MARKS))):
+    # a part that the model does not have, such as CLIP's other encoder, may have any marks
+    left = (mark for mark, paths in unexpected.items() if mark not in missing and any(_has(model, p) for p in paths))
+    if swap is not None and (first := min(left, default="")):
         raise InputError(
-            f"{folder}: its weights have {left[0]}, the mark of a swap that the function swap= does not make: let it "
+            f"{folder}: its weights have {first}, the mark of a swap that the function swap= does not make: let it "
             "make all swaps of the saved model"
         )
     model.__class__ = kind  # instead of the subclass that repeats the swaps
@@ -120,6 +121,23 @@ def load_swapped(
 
 
 LOAD.append(load_swapped)  # configuration.py finds the function there, since it cannot import this module
+
+
+def _marks(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Returns the marks of swaps among a state dict's keys: name → the paths of the modules that have it."""
+    marks: dict[str, list[str]] = {}
+    for path, _, leaf in (key.rpartition(".") for key in keys):
+        if leaf.startswith(MARKS):
+            marks.setdefault(leaf, []).append(path)
+    return marks
+
+
+def _has(model: Any, path: str) -> bool:
+    """Returns whether a model has the module that a mark at `path` of a file belongs to: the block around a residual,
+    or the model around its norms. The file may be of the model with a head, or of the model inside that one."""
+    owner, base = path.rpartition(".")[0], model.base_model_prefix  # `owner`: without "residual" or "swapped_norms"
+    paths = {name for name, _ in model.named_modules()}
+    return bool({owner, owner.removeprefix(f"{base}."), f"{base}.{owner}".rstrip(".")} & paths)
 
 
 def _model_class(kind: Any, config: Any, folder: Any, transformers: Any) -> Any:

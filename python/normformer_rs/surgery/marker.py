@@ -81,6 +81,13 @@ def _publish_with_card(model: nn.Module, edits: Edits) -> None:
 def _around(model: nn.Module) -> list[nn.Module]:
     """Returns the modules that contain this one, directly or in further modules. A module does not know them, but the
     garbage collector knows what refers to it."""
+    # gc.get_referrers does not see frozen objects. What refers to the model is frozen only if the model is.
+    if gc.get_freeze_count() and all(obj is not model for obj in gc.get_objects()):
+        gc.unfreeze()
+        try:
+            return _around(model)
+        finally:
+            gc.freeze()
     around: dict[nn.Module, None] = {}  # an ordered set
     todo = [model]
     while todo:
@@ -170,11 +177,14 @@ class Marks(nn.Module):
 
 
 def mark_norms(model: nn.Module, name: str, edits: Edits) -> None:
-    """Gives a Hugging Face model a buffer named after its norms, as `mark_module` does for blocks."""
+    """Gives a Hugging Face model a buffer named after its norms, as `mark_module` does for blocks, beside those of
+    earlier swaps of norms."""
     if next(configs_of(model), None) is None:
         return
     marks, before = Marks().train(model.training), model._modules.get("swapped_norms")
-    mark_module(marks, f"norm_is_{name}", next(model.parameters()).device)
+    device = next(model.parameters()).device
+    for mark in dict.fromkeys((*(before._buffers if before is not None else ()), f"norm_is_{name}")):
+        mark_module(marks, mark, device)
     model.add_module("swapped_norms", marks)
 
     def back() -> None:
@@ -195,7 +205,8 @@ def mark_module(module: nn.Module, name: str, device: Any) -> None:
     before loading has named the scheme.
     """
     module.register_buffer(name, torch.ones(1, dtype=torch.uint8, device=device))
-    module.register_load_state_dict_pre_hook(_fill)
+    if len(module._buffers) == 1:
+        module.register_load_state_dict_pre_hook(_fill)
 
 
 def _fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -125,6 +125,8 @@ class Observed(NamedTuple):
     error: Exception | None = None
     """The exception that ended the run or its backward pass. None: there was none."""
     has_backward: bool = True
+    recomputes: bool = False
+    """Whether the backward pass ran modules once more, as checkpoints do."""
 
 
 NO_SHIFTS: Mapping[nn.Parameter, Tensor] = {}
@@ -167,7 +169,17 @@ def observe(
     """
     outputs: list[Tensor] = []
     gradients: Gradients = {}
+    run_again: list[nn.Module] = []  # the modules that the backward pass ran once more
+
+    def note(module: nn.Module, _: Any) -> None:
+        """Adds a module that runs within a backward pass to `run_again`. A hook before its call."""
+        if torch._C._current_graph_task_id() != -1:
+            run_again.append(module)
+
     with contextlib.ExitStack() as around:
+        for module in model.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                around.callback(module.register_forward_pre_hook(note).remove)
         for each in (model, *beside):
             around.enter_context(quietly(each))
             around.enter_context(_undropped(each))
@@ -185,7 +197,7 @@ def observe(
             raise
         except Exception as reason:  # a model may raise anything
             return Observed([t.detach() for t in outputs], {}, reason, has_backward)
-    return Observed([t.detach() for t in outputs], gradients, None, has_backward)
+    return Observed([t.detach() for t in outputs], gradients, None, has_backward, bool(run_again))
 
 
 def _plain(value: Any) -> Any:

@@ -30,14 +30,20 @@ UNCHANGED = frozenset(
 """Operations that change at most the dtype, shape or order of a tensor's numbers, or select some of them."""
 FOLLOWED = UNCHANGED - {"detach", "permute", "__getitem__", "requires_grad_"}
 """Operations of UNCHANGED whose output is still the residual stream, if they keep its rows."""
-TIMES = frozenset({"mul", "__mul__", "__rmul__", "mul_", "__imul__", "div", "__truediv__"})
+TIMES = frozenset(
+    (
+        *("mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply", "multiply_"),
+        *("div", "__truediv__", "div_", "__itruediv__", "divide", "divide_", "true_divide", "true_divide_"),
+    )
+)
 """Multiplications and divisions, element by element."""
 
 
 def factor_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
     """Returns the number by which the operation `name` multiplies a tensor, or by which an addition multiplies its
     second operand (`alpha`). None: there is none."""
-    numbers = [a for a in args if isinstance(a, int | float) and not isinstance(a, bool)]
+    given = (*args, *kwargs.values())
+    numbers = [a for a in given if isinstance(a, int | float) and not isinstance(a, bool)]
     if name in TIMES and len(numbers) == 1 and numbers[0]:
         return 1 / numbers[0] if "div" in name else numbers[0]
     return kwargs["alpha"] if name in ADDITIONS and kwargs.get("alpha", 1) != 1 else None
@@ -189,6 +195,8 @@ class Record(TorchFunctionMode):
         its input on the stream, that input's key, `Call.arguments`)."""
         self.within = 0
         """How many modules that count as one operation are running. Operations inside them are not recorded."""
+        self.is_narrow = False
+        """Whether an operation returned 16-bit numbers."""
         self.alive: list[Any] = []  # keeps tensors alive, so that no identity is used twice
         self.kinds = {part: kind for part in model.modules() if (kind := _counts_as(part))}
         """The modules whose calls count as one operation each, with their kinds."""
@@ -203,16 +211,13 @@ class Record(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         is_ours = func is RESIDUAL
         name = str(func) if is_ours else getattr(func, "__name__", "")
-        numbers = [a for a in args if isinstance(a, int | float) and not isinstance(a, bool)]
         # a transpose that moves the last dimension, and an index that keeps everything, get names of their own
         if name == "transpose" and len(args) > 2 and any(d % args[0].dim() == args[0].dim() - 1 for d in args[1:3]):
             name = "transpose_last"
         elif name == "__getitem__" and takes_all(args[1]) and out.shape == args[0].shape:
             name = "alias"
         # a factor is the number by which one tensor is multiplied or divided
-        factor = numbers[0] if name in TIMES and len(given) == 1 and len(numbers) == 1 else None
-        if factor is not None and "div" in name:
-            factor = 1 / factor if factor else None  # x / 0 is no factor
+        factor = factor_of(name, args, kwargs or {}) if name in TIMES and len(given) == 1 else None
         alpha = (kwargs or {}).get("alpha", 1.0) if name in ADDITIONS else 1.0
         self.add(name, None, given, before, out[0] if is_ours else out, factor, alpha)
         if name == "multi_head_attention_forward":
@@ -235,6 +240,7 @@ class Record(TorchFunctionMode):
         made = [*tensors_in(out)]
         if not made:
             return
+        self.is_narrow = self.is_narrow or any(t.dtype in (torch.float16, torch.bfloat16) for t in made)
         self.alive += [given, made]
         outputs = tuple(map(key, made))
         # in evaluation mode, dropout may return its input itself

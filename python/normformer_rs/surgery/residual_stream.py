@@ -462,35 +462,51 @@ def _refuse_plain(norm: nn.Module) -> None:
     if torch.compiler.is_compiling() or RUNS.is_schemes or not RUNS.under_way:
         return
     residual = RUNS.under_way[-1].residual
-    own = {path for part in residual.parts for path in (part.before, part.after, *part.twins) if path is not None}
-    if any(residual.module_at(path) is norm for path in own - residual.structure.elsewhere):
+    if _is_stream_norm(norm, residual):
         raise InputError(
             f"{residual.described()} calls its {type(norm).__name__} on another tensor than its residual stream, "
             "unlike in the run that it was swapped by: swap with an example in which it does"
         )
 
 
+def _is_stream_norm(norm: nn.Module, residual: Any) -> bool:
+    """Returns whether a module is one of the block's norms on its stream, and norms nothing else."""
+    own = {path for part in residual.parts for path in (part.before, part.after, *part.twins) if path is not None}
+    return any(residual.module_at(path) is norm for path in own - residual.structure.elsewhere)
+
+
 def _refuse_outside(norm: nn.Module) -> None:
-    """Raises InputError if another method of a block than its forward calls one of the block's norms, or a module
-    around the block calls one that the swap has removed. The swap has changed forwards alone."""
+    """Raises InputError if another method of a block than its forward calls one of the block's norms, and none did in
+    the run that it was swapped by, or if a module around the block calls one that the swap has removed. The swap has
+    changed forwards alone."""
     if torch.compiler.is_compiling() or RUNS.is_schemes or RUNS.under_way:
         return
     if torch._C._current_graph_task_id() != -1:  # a checkpoint recomputes in a backward pass
         return
-    # look for the calling module among the frames: the first `self` that is a module with this norm, or a block's call
+    # look for the calling method among the frames: the first one of a block's call, or of a module with this norm
     frame = inspect.currentframe()
     while frame is not None:
-        owner, method, frame = frame.f_locals.get("self"), frame.f_code.co_name, frame.f_back
-        if not isinstance(owner, nn.Module) or owner is norm:
+        owner, method, frame = _owner_of(frame), frame.f_code.co_name, frame.f_back
+        if owner is None or owner is norm:
             continue
-        is_block = residual_of(owner) is not None
-        if is_block and (method in _CALLS or method.startswith("torch_dynamo_resume")):
+        residual = residual_of(owner)
+        if residual is not None and (method in _CALLS or method.startswith("torch_dynamo_resume")):
             return
-        if (is_block or isinstance(norm, Identity)) and any(module is norm for module in owner.modules()):
+        is_removed = isinstance(norm, Identity) and any(module is norm for module in owner.modules())
+        if is_removed or (residual is not None and _is_stream_norm(norm, residual)):
             raise InputError(
                 f"{method}() of {type(owner).__name__} calls a swapped block's {type(norm).__name__} outside the "
                 "block's forward, which alone has the new scheme: call the block instead, or undo() the swap"
             )
+
+
+def _owner_of(frame: Any) -> nn.Module | None:
+    """Returns the module whose method runs in a frame. None: the frame is of another function."""
+    code = frame.f_code
+    name = code.co_varnames[0] if code.co_argcount else "self"  # a method's first argument
+    owner = frame.f_locals.get(name)
+    is_method = name == "self" or getattr(getattr(type(owner), code.co_name, None), "__code__", None) is code
+    return owner if is_method and isinstance(owner, nn.Module) else None
 
 
 _CALLS = frozenset({"forward", "_call_impl", "_wrapped_call_impl"})

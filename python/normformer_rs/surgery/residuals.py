@@ -153,11 +153,13 @@ def _swap(
     # look(training, has_backward) runs the model and returns its outputs and gradients
     look = functools.partial(observe, model, stacks.run, [group for group, _ in plans])
     has_second_proof = all(_is_provable(group) for group, _ in plans)
-    # The first proof, of the blocks' own scheme, then leaves the gradients of large matrices to the second, which
-    # compares all.
-    roughly = functools.partial(look, leaves_large=has_second_proof)
+    # The first proof, of the blocks' own scheme, leaves the gradients of large matrices to the second, if that one
+    # compares gradients: it does not in 16 bits, nor if the backward pass runs modules once more.
+    leaves_large = has_second_proof and not stacks.is_narrow
     # the model's results before the swap, by mode, with which the proof and `_try` compare later ones
-    seen = in_both_modes(roughly) if can_run else {}
+    seen = in_both_modes(functools.partial(look, leaves_large=leaves_large)) if can_run else {}
+    if leaves_large and any(run.recomputes for run in seen.values()):
+        leaves_large, seen = False, in_both_modes(look)
     if seen and not any(run.outputs or run.error is not None for run in seen.values()):
         raise InputError(
             f"{type(model).__name__}'s call on example returned no floating-point tensor, and a swap is proven by what "
@@ -165,7 +167,7 @@ def _swap(
         )
     for group, place in plans:
         refuse_mixed(group, place, to)
-    plans = _proven(model, stacks, plans, roughly, seen)
+    plans = _proven(model, stacks, plans, functools.partial(look, leaves_large=leaves_large), seen)
     for group, place in plans:
         refuse(group, place, to)
         refuse_roles(group, init)

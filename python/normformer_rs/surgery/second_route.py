@@ -60,8 +60,8 @@ class Branches:
 
     def __init__(self, is_bare: bool = False) -> None:
         self.is_bare = is_bare
-        """Whether the runs leave out what the scheme does inside sublayers, such as norms of queries, keys and values,
-        which would count as the sublayers' own."""
+        """Whether the runs leave out the scheme's norms inside sublayers, such as those of queries and keys, which
+        would count as the sublayers' own."""
         self.values: list[Tensor] = []
         """The branches F(x) of the first run, in order."""
         self.changed: Callable[[Tensor], Tensor] | None = None
@@ -357,7 +357,9 @@ class Recomputed(TorchFunctionMode):
         sublayers = ((residual, *pair) for residual in layers for pair in zip(residual.parts, residual.sublayers))
         for residual, part, sublayer in sublayers:
             for point, changes in sublayer.inside.items():
-                if point == "input":  # `Block._before` makes these changes
+                if self.branches.is_bare:
+                    changes = tuple(change for change in changes if change.kind not in ("norm", "unit"))
+                if point == "input" or not changes:  # `Block.before` makes the changes of the input
                     continue
                 role, side = POINTS.get(point, (point, "after"))
                 (linear,) = [linear for linear in part.linears if role in linear.roles]
@@ -524,7 +526,7 @@ class Recomputed(TorchFunctionMode):
                 hooks.callback(module.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(self.leave, with_kwargs=True).remove)
             for block, (residual, _) in self.blocks.items():
-                for handle in () if self.branches.is_bare else self._inside(block, residual):
+                for handle in self._inside(block, residual):
                     hooks.callback(handle.remove)
             with self:
                 returned = call(self.base)

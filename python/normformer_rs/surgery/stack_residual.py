@@ -43,6 +43,9 @@ class StackResidual(Growing):
         self.width = place.config.d_model
         self.is_wide = self.carries_more(place)  # the hidden state between blocks holds several tensors
         self.end = tuple(c for c in declared.end if c.kind != "norm" or not has_end_norm)
+        self.acts_between = bool(self.is_wide or declared.begin or self.end)
+        """Whether the scheme does something before the first layer, after the last one, or carries tensors from layer
+        to layer."""
         self.declared_parts = self._declared()
         install(self, self.declared_parts, place, factory=factory)
         if declared.combine is not None:
@@ -103,8 +106,12 @@ class StackResidual(Growing):
         """
         call = stack_call(self)  # None: the block runs outside a call of the module around the stack
         begin = self.place.declared.begin
+        # Compiled code that reads a layer's number serves that layer alone. So it does not read it without need, and
+        # all layers share the compiled code.
+        if call is None and torch.compiler.is_compiling() and not self.acts_between:
+            return 0, False
         # whether the scheme depends on the layer's number, and the block alone does not tell it
-        needs_layer = is_shared and (self.is_wide or begin or self.end)
+        needs_layer = is_shared and self.acts_between
         if call is None and torch.compiler.is_compiling() and not needs_layer:
             return own, own == 0
         if call is None:
@@ -130,7 +137,7 @@ class StackResidual(Growing):
                 )
         # the first layer begins another pass if its input is not what the last one has returned
         is_anew = layer == 0 and call.last is not None and call.last[0] is not x
-        begins, call.has_begun = is_anew or not call.has_begun, True
+        begins, call.has_begun = is_anew or not (call.has_begun or self.compiled_last is not None), True
         # note the place for a recomputation, if it does not follow from the block's number alone
         if (is_shared or begins != (layer == 0)) and not torch.compiler.is_compiling():
             if torch.is_grad_enabled():
@@ -169,6 +176,8 @@ class StackResidual(Growing):
     def close(self, streams: Streams, layer: int) -> Tensor:
         """Returns the hidden state that a layer passes on; for the last layer, the stack's output."""
         call = stack_call(self)
+        if call is None and torch.compiler.is_compiling() and not self.acts_between:
+            return streams.x  # `layer` is unknown here (see `number`)
         is_last = layer + 1 == self.place.depth
         y = self._finish(streams) if is_last else self._pack(streams, layer)
         # note the layer, so that `StackCalls` can end the stack if it was the last to run

@@ -106,7 +106,7 @@ class Structure(NamedTuple):
     scheme leaves that stream as it is. None: there is none."""
     elsewhere: frozenset[str] = frozenset()
     """Paths of the block's norms that also norm a tensor outside the stream and its branches, such as the global tokens
-    of Pegasus-X."""
+    of Pegasus-X, or that the code around the blocks calls, too."""
 
 
 def norm_after(run_record: Record, block: nn.Module) -> nn.Module | None:
@@ -347,11 +347,20 @@ class _Reader:
         return any(n.outputs[0] not in self.level and any(k in last for k in n.inputs) for n in inside)
 
     def _elsewhere(self, steps: list[Step], parts: tuple[Part, ...]) -> frozenset[str]:
-        """Returns the paths of the block's norms that also norm a tensor outside the stream and its branches."""
+        """Returns the paths of the block's norms that also norm a tensor outside the stream and its branches, in the
+        block or in the code around all blocks."""
         own = {path for part in parts for path in part.norms()}
         branch_ends = {out for step in steps if step.branch is not None for out in self._tail_of(step.branch)}
         norms = (n for n in self.nodes[self.call.first : self.call.last] if n.what == "norm")
-        off_stream = (n for n in norms if n.inputs[0] not in self.level and n.outputs[0] not in branch_ends)
+        off_stream = [n for n in norms if n.inputs[0] not in self.level and n.outputs[0] not in branch_ends]
+        calls = [call for calls in self.record.calls.values() for call in calls]
+        off_stream += [
+            node
+            for i, node in enumerate(self.nodes)
+            if node.what == "norm"
+            and self.paths.get(node.module) in own
+            and not any(c.first <= i < c.last for c in calls)
+        ]
         return frozenset(path for n in off_stream if (path := self.paths.get(n.module, "")) in own)
 
     def _tail_of(self, branch: Key) -> Iterator[Key]:

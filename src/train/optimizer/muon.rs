@@ -43,18 +43,9 @@ impl Muon {
     /// most 1.
     pub fn iterate(&self, matrices: &Tensor, norms: &Tensor) -> Result<Tensor> {
         let kind = if self.in_bf16 { Kind::BFloat16 } else { matrices.kind() };
-        Ok(newton_schulz(&matrices.f_div(norms)?.f_to_kind(kind)?)?.f_to_kind(matrices.kind())?)
+        Ok(newton_schulz(matrices.f_div(norms)?.f_to_kind(kind)?)?.f_to_kind(matrices.kind())?)
     }
 
-    /// Returns the factor by which an orthogonalised matrix of this size, [rows, columns], is multiplied.
-    pub fn scale_of(&self, size: &[i64]) -> f64 {
-        let (rows, columns) = (size[0] as f64, size[1] as f64);
-        match self.scale {
-            MuonScale::Spectral => (rows / columns).max(1.0).sqrt(),
-            // An orthogonal matrix has entries with an RMS of 1/√max(r, c); this factor makes it 0.2 (Liu et al. 2025).
-            MuonScale::Rms => 0.2 * rows.max(columns).sqrt(),
-        }
-    }
 }
 
 impl Rule for Muon {
@@ -88,9 +79,14 @@ impl Rule for Muon {
         self.iterate(directions, &norms(directions)?.f_clamp_min(EPS)?)
     }
 
-    /// Multiplies an orthogonalised matrix by the scale for its size.
-    fn finished(&self, direction: Tensor, _: &mut [Tensor]) -> Result<Tensor> {
-        Ok(direction.f_mul_scalar(self.scale_of(&direction.size()))?)
+    /// Returns `scale` for a matrix of this size, [rows, columns].
+    fn factor(&self, size: &[i64]) -> f64 {
+        let (rows, columns) = (size[0] as f64, size[1] as f64);
+        match self.scale {
+            MuonScale::Spectral => (rows / columns).max(1.0).sqrt(),
+            // An orthogonal matrix has entries with an RMS of 1/√max(r, c); this factor makes it 0.2 (Liu et al. 2025).
+            MuonScale::Rms => 0.2 * rows.max(columns).sqrt(),
+        }
     }
 
     /// Returns the measure of a step's size that `scale` makes the same at all widths.
@@ -112,21 +108,22 @@ pub fn norms(matrices: &Tensor) -> Result<Tensor> {
     Ok(matrices.f_norm_scalaropt_dim(2.0, [1i64, 2].as_slice(), true)?)
 }
 
-/// Returns, for each matrix X, one with the same singular vectors and singular values near 1: the result of five steps
+/// Returns, for each matrix of `x`, one with the same singular vectors and singular values near 1: the result of five steps
 /// X ← aX + (bA + cA²)X with A = XXᵀ. The singular values of X are at most 1.
-fn newton_schulz(matrices: &Tensor) -> Result<Tensor> {
-    let size = matrices.size();
-    // A tall matrix is transposed, so that A is the smaller of the two products of the matrix with itself.
+/// For a matrix with more rows than columns, A is XᵀX, the smaller product, and the step is X ← aX + X(bA + cA²).
+fn newton_schulz(mut x: Tensor) -> Result<Tensor> {
+    let size = x.size();
     let is_tall = size[1] > size[2];
-    let mut x = if is_tall { matrices.f_mt()? } else { matrices.shallow_clone() };
     let [a, b, c] = QUINTIC;
     for _ in 0..STEPS {
         // `gram` is A and `polynomial` bA + cA². In tch, `u.f_baddbmm(v, w, β, α)` is β·u + α·vw.
-        let gram = x.f_bmm(&x.f_mt()?)?;
+        let transposed = x.f_mt()?;
+        let gram = if is_tall { transposed.f_bmm(&x)? } else { x.f_bmm(&transposed)? };
         let polynomial = gram.f_baddbmm(&gram, &gram, b, c)?;
-        x = x.f_baddbmm(&polynomial, &x, a, 1.0)?;
+        let (left, right) = if is_tall { (&x, &polynomial) } else { (&polynomial, &x) };
+        x = x.f_baddbmm(left, right, a, 1.0)?;
     }
-    Ok(if is_tall { x.f_mt()? } else { x })
+    Ok(x)
 }
 
 #[cfg(test)]
@@ -142,7 +139,7 @@ mod tests {
             let [matrix, other] = [(); 2].map(|()| Tensor::randn(size, (Kind::Double, Device::Cpu)));
             let norm = matrix.norm();
             let both = Tensor::stack(&[&other / other.norm(), &matrix / &norm], 0);
-            let found = newton_schulz(&both).unwrap().get(1);
+            let found = newton_schulz(both).unwrap().get(1);
             let (u, s, v) = matrix.svd(true, true);
             let mut s = s / &norm;
             for _ in 0..STEPS {

@@ -54,14 +54,18 @@ impl Rule for NorMuon {
         self.muon.iterate(directions, &norms(directions)?.f_add_scalar(MATRIX_EPS)?)
     }
 
-    /// Updates v with the mean of O² over each row, and returns scale·U·‖O‖/(‖U‖ + ε) with U = O/(√v + ε).
+    /// Updates v with the mean of O² over each row, and returns U·‖O‖/(‖U‖ + ε) with U = O/(√v + ε).
     fn finished(&self, direction: Tensor, state: &mut [Tensor]) -> Result<Tensor> {
         // `direction` is O, `state[1]` is v, and `rows` is U.
         let squares = direction.f_square()?.f_mean_dim([-1i64].as_slice(), true, None::<Kind>)?;
         mix(&mut state[1], &squares, 1.0 - self.beta2)?;
         let rows = direction.f_div(&state[1].f_sqrt()?.f_add_scalar(EPS)?)?;
         let ratio = direction.f_norm()?.f_div(&rows.f_norm()?.f_add_scalar(EPS)?)?;
-        self.muon.finished(rows.f_mul(&ratio)?, state)
+        Ok(rows.f_mul(&ratio)?)
+    }
+
+    fn factor(&self, size: &[i64]) -> f64 {
+        self.muon.factor(size)
     }
 
     fn step_size(&self) -> StepSize {

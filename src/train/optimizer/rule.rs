@@ -8,8 +8,8 @@ use crate::error::{Error, Result};
 use crate::parametrisation::{Part, StepSize};
 use tch::{Kind, Tensor};
 
-/// A rule's step is p ← (1 − ηλ)p − η·`finished`(`orthogonalised`(`direction`)), with learning rate η and weight
-/// decay λ.
+/// A rule's step is p ← (1 − ηλ)p − η·`factor`·`finished`(`orthogonalised`(`direction`)), with learning rate η and
+/// weight decay λ.
 pub trait Rule {
     /// Returns the name in a checkpoint and the size of each tensor of the state, for a parameter of this size. Each
     /// tensor's first dimension is the parameter's.
@@ -31,9 +31,14 @@ pub trait Rule {
         Ok(directions.shallow_clone())
     }
 
-    /// Returns the step without weight decay, for a learning rate of 1.
+    /// Returns the step of one parameter without weight decay, for a learning rate of 1, divided by `factor`.
     fn finished(&self, direction: Tensor, _state: &mut [Tensor]) -> Result<Tensor> {
         Ok(direction)
+    }
+
+    /// Returns the factor of the step of a parameter of this size.
+    fn factor(&self, _size: &[i64]) -> f64 {
+        1.0
     }
 
     /// Returns the measure of a step's size that is the same at all widths. A parametrisation's learning rates depend
@@ -82,7 +87,7 @@ pub fn apply(
 ) -> Result<()> {
     let norm = rule.keeps_norm().then(|| p.f_norm()).transpose()?;
     let step = rule.finished(direction, state)?;
-    let _ = p.f_mul_scalar_(keep)?.f_sub_(&step.f_mul_scalar(lr)?)?;
+    let _ = p.f_mul_scalar_(keep)?.f_sub_(&step.f_mul_scalar(lr * rule.factor(&p.size()))?)?;
     if let Some(norm) = norm {
         // The factor is 1 if the matrix was zero before the step or is zero now: then no factor restores the norm.
         // `f_nan_to_num` replaces NaN, ∞ and −∞, which a division by 0 gives, by 1.

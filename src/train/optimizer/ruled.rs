@@ -84,7 +84,7 @@ impl Ruled {
         let mut directions = Vec::new();
         for parameter in &self.parameters {
             for block in &parameter.blocks {
-                let gradient = rows(&parameter.gradient, block)?.f_mul(scale)?;
+                let gradient = rows(&parameter.gradient, block)?.f_mul_(scale)?;
                 directions.push(rule.direction(&gradient, &mut parameter.state_of(block)?)?);
             }
         }
