@@ -2,7 +2,7 @@
 
 use super::{AttentionName, NormName, Positions, Ties, TransformerConfig};
 use crate::error::{Error, Result};
-use crate::norm::{l2_norm, layer_norm, rms_norm};
+use crate::norm::{l2_norm, layer_norm, rep_bn, rms_norm};
 use crate::parametrisation::{
     self, AttentionScale, Multipliers, Parametrisation, Part, Scaled, StepSize, UnitScaled, PARAMETRISATIONS,
 };
@@ -159,6 +159,13 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
         return Err(Error::invalid(format!(
             "parametrisation {name:?} wants norms whose numbers are as large in every width, and those of {l2norm} fall \
              as 1/√d: choose rmsnorm or scalenorm"
+        )));
+    }
+    let repbn = rep_bn::SPEC.name;
+    if chosen.alpha.is_some() && [config.encoder_norm(), config.decoder_norm()].contains(&repbn) {
+        return Err(Error::invalid(format!(
+            "parametrisation {name:?} wants branches of one size, and {repbn} adds ηx, so that branches grow with the \
+             residual stream: choose another norm, or parametrisation \"mup\""
         )));
     }
     // `alpha` is the exponent of the depth in the branches' factor. `own_depth` names a scheme whose residual stream is

@@ -333,6 +333,7 @@ def test_first_values_are_the_base_models(init, ties):
         ({**SCALED["mup"], "base_width": 0}, "base_width must be at least 1, got 0"),
         ({**SCALED["mup"], "fixnorm": True}, r'"mup" does not say what becomes of fixnorm'),
         ({**SCALED["mup"], "norm": "l2norm"}, "those of l2norm fall as 1/√d: choose rmsnorm or scalenorm"),
+        ({**SCALED["completep"], "norm": "repbn"}, "repbn adds ηx, so that branches grow with the residual stream"),
         ({**SCALED["completep"], "residual": "attnres"}, "its inputs are averages of outputs: choose another scheme"),
         (
             {**SCALED["depth-mup"], "residual": "prenorm*1,depth-scaled"},

@@ -8,10 +8,13 @@ import io
 
 import pytest
 import torch
+from block_models import D
 from torch import nn
 from zoo import Around, Attention, GainedNorm, Lucidrains, Stack, Within, XTransformers, mlp
 
-from normformer_rs import InputError, swap_norms, swap_residuals
+from normformer_rs import InputError, swap_norms, swap_residuals, tables
+
+SCHEMES = [entry["name"] for entry in tables()["residuals"]]
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS = torch.arange(3, 11).repeat(2, 1)
@@ -32,6 +35,122 @@ class Block(nn.Module):
 def made():
     torch.manual_seed(0)
     return Around(Lucidrains, embeds=False).eval()
+
+
+class Embeds(Lucidrains):
+    """The same model with the embedding and the head in the forward with the loop. `has_dropout`: positions are added
+    to the embeddings, and a dropout follows, with whose output the stream begins."""
+
+    def __init__(self, has_dropout=False):
+        super().__init__()
+        self.positions, self.dropout = nn.Parameter(torch.zeros(8, D)), nn.Dropout(0.2)
+        self.has_dropout = has_dropout
+
+    def forward(self, tokens=None, embedded=None):
+        x = self.embed(tokens) if embedded is None else embedded
+        if self.has_dropout:
+            x = self.dropout(x + self.positions)
+        for attn, ff in self.layers:
+            x = attn(x) + x
+            x = ff(x) + x
+        return self.head(self.norm(x))
+
+
+def alike(has_dropout=False):
+    """The model `made`, and one that embeds in the same forward, with its weights."""
+    apart, whole = made(), Embeds(has_dropout).eval()
+    weights = {key.removeprefix("loop."): value for key, value in apart.state_dict().items()}
+    whole.load_state_dict({**whole.state_dict(), **weights})
+    return apart, whole
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "ngpt"])
+@pytest.mark.parametrize("has_dropout", [False, True])
+@pytest.mark.one_in(test=10, all=2)
+def test_a_loop_that_embeds_computes_as_one_that_does_not(scheme, has_dropout):
+    results = []
+    for model in alike(has_dropout):
+        model.double()
+        torch.manual_seed(1)  # some schemes draw values of their own
+        swap_residuals(model, scheme, init=None, example=TOKENS)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.arange(p.numel()).view(p.shape).sin() * 0.05 * (p.shape != (8, D)))
+        model(TOKENS).sin().sum().backward()
+        named = {name.removeprefix("loop."): p for name, p in model.named_parameters() if p.shape != (8, D)}
+        results.append((model(TOKENS), {name: p.grad for name, p in named.items()}))
+    (want, gradients), (found, others) = results
+    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+    assert gradients.keys() == others.keys()
+    for name, g in gradients.items():
+        torch.testing.assert_close(others[name], g, rtol=1e-9, atol=1e-12)
+
+
+def test_a_loop_that_embeds_is_copied_kept_and_taken_back():
+    _, model = alike(has_dropout=True)
+    before = model(TOKENS)
+    swap = swap_residuals(model, "dlcl", init=None, example=TOKENS)
+    expected, file = model(TOKENS), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        with torch.no_grad():
+            other.layers[0][0].norm.weight.mul_(2.0)
+        assert torch.equal(model(TOKENS), expected) and not torch.equal(other(TOKENS), expected)
+    swap.undo()
+    assert torch.equal(model(TOKENS), before) and not model.embed._forward_hooks
+
+
+def test_a_loop_that_embeds_runs_compiled():
+    _, model = alike()
+    swap_residuals(model, "peri-ln", init=None, example=TOKENS)
+    expected = model(TOKENS)
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(TOKENS), expected)
+
+
+@pytest.mark.parametrize(
+    "scheme, match", [("t-fixup", "runs from the output of embed to"), ("deepnorm", "its LayerNorm on")]
+)
+def test_a_call_without_the_begin_of_the_stream_is_an_error(scheme, match):
+    _, model = alike()
+    swap_residuals(model, scheme, init=None, example=TOKENS)
+    with pytest.raises(InputError, match=match):
+        model(embedded=torch.randn(2, 8, D))
+
+
+class UsesTwice(Embeds):
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for attn, ff in self.layers:
+            x = attn(x) + x
+            x = ff(x) + x
+        return self.head(self.norm(x)) + x.mean()
+
+
+class TwoStreams(Embeds):
+    """Two loops in one forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.more = nn.ModuleList(nn.ModuleList([Within(Attention()), Within(mlp())]) for _ in range(2))
+        self.embed_more = nn.Embedding(40, D)
+
+    def forward(self, tokens):
+        y = self.embed_more(tokens)
+        for attn, ff in self.more:
+            y = attn(y) + y
+            y = ff(y) + y
+        return super().forward(tokens) * y.mean()
+
+
+@pytest.mark.parametrize("kind", [UsesTwice, TwoStreams])
+def test_a_stream_with_other_uses_or_loops_is_refused(kind):
+    torch.manual_seed(0)
+    model = kind().eval()
+    before = model(TOKENS)
+    with pytest.raises(InputError, match="holds no blocks that add branches"):
+        swap_residuals(model, "deepnorm", init=None, example=TOKENS)
+    assert torch.equal(model(TOKENS), before)
 
 
 def test_the_table_has_a_row_for_each_layer():
@@ -84,16 +203,6 @@ def test_undo_brings_the_outputs_back():
     model = made()
     before = model(TOKENS)
     swap_residuals(model, "postnorm", init=None, example=TOKENS).undo()
-    assert torch.equal(model(TOKENS), before)
-
-
-def test_a_loop_in_the_model_itself_is_refused_and_unchanged():
-    """Its stream begins within the forward, with an embedding."""
-    torch.manual_seed(0)
-    model = Lucidrains().eval()
-    before = model(TOKENS)
-    with pytest.raises(InputError, match="holds no blocks that add branches"):
-        swap_residuals(model, "deepnorm", init=None, example=TOKENS)
     assert torch.equal(model(TOKENS), before)
 
 

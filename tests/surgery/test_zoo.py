@@ -20,8 +20,7 @@ BETWEEN = "between its blocks the model reads their hidden state"
 ON_STREAM = "stands on the stream where an addition or a norm was expected"
 NO_NORM = "no known norm: register it"
 REFUSED = {
-    **dict.fromkeys(("XLM", "Flaubert", "x-transformers-like", "x-transformers-like, post-norm"), ON_STREAM),
-    **dict.fromkeys(("lucidrains-like", "Gemma4", "Doge", "I-BERT", "Reformer", "TimeSformer"), ON_STREAM),
+    **dict.fromkeys(("XLM", "Flaubert", "Gemma4", "Doge", "I-BERT", "Reformer", "TimeSformer"), ON_STREAM),
     **dict.fromkeys(("PoolFormer", "timm FocalNet"), NO_NORM),
     **dict.fromkeys(("RWKV", "MiniMax"), "norms its input, and the normed one goes on as the stream"),
     "X-MOD": "a tensor that is not computed from the stream is added to it",

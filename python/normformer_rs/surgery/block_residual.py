@@ -424,18 +424,13 @@ def run_on_stream(
     x = stream_in((args, kwargs))
     if x is None:
         raise InputError(f"{owner.described()} got no tensor with rows to be its residual stream")
-    structure = owner.structure
-    rows = x.movedim(1, -1) if structure.has_channels_first else x
     given = dict(zip(names, args, strict=False)) | kwargs
     # the block skips its cross-attentions, and their additions, if the call passes no encoder's output
     left_out = {i for i, part in enumerate(owner.parts) if part.memory and given.get(part.memory) is None}
-    writes = tuple(i for i in structure.writes if i not in left_out)  # the sublayer that each addition belongs to
-    layer, begins = owner.place_in(x)
-    first_layer, i = owner.layer_of(writes[0])
-    streams = open_streams(first_layer, first_layer.sublayers[i], first_layer.enter(rows, layer, begins))
-    read = streams.x if streams.read is None else streams.read  # the tensor that the first sublayer reads
-    run = Pass(owner, writes, structure)
-    stream = Stream.of(run.shown(read), run, streams, written=0, parallel=None, shape=read.shape)
+    # the sublayer that each addition belongs to
+    writes = tuple(i for i in owner.structure.writes if i not in left_out)
+    run = Pass(owner, writes, owner.structure)
+    stream, layer = started(owner, x, run)
     # the forward gets the stream in place of x; the stream replaces the block's additions by the scheme's
     args, kwargs = exchanged(args, x, stream), exchanged(kwargs, x, stream)
     with under_way(run):
@@ -445,14 +440,31 @@ def run_on_stream(
         branch, stream_after = run.became  # the block may return the branch, to which it added the stream in place
         out = exchanged(out, branch, stream_after)
     last = next((t for t in tensors_in(out) if isinstance(t, Stream)), None)
-    if last is None or last.written != len(writes):
+    y = finished(owner, last, run, layer)
+    return out if last is None else _without_streams(out, last, y)
+
+
+def started(owner: Any, x: Tensor, run: Pass) -> tuple[Stream, int]:
+    """Returns the stream of a call that begins with x, and the number of the layer that it enters."""
+    rows = x.movedim(1, -1) if owner.structure.has_channels_first else x
+    layer, begins = owner.place_in(x)
+    first_layer, i = owner.layer_of(run.writes[0])
+    streams = open_streams(first_layer, first_layer.sublayers[i], first_layer.enter(rows, layer, begins))
+    read = streams.x if streams.read is None else streams.read  # the tensor that the first sublayer reads
+    return Stream.of(run.shown(read), run, streams, written=0, parallel=None, shape=read.shape), layer
+
+
+def finished(owner: Any, last: Stream | None, run: Pass, layer: int) -> Tensor:
+    """Returns the plain tensor in place of `last`, the stream after a call's last addition. Errors: InputError if there
+    is none, or if additions are missing."""
+    if last is None or last.written != len(run.writes):
         done = 0 if last is None else last.written
         raise InputError(
             f"{owner.described()} went another way than in the run that it was swapped by: {done} of its "
-            f"{len(writes)} additions closed a sublayer (chunked feed-forwards and fused paths do that): switch "
+            f"{len(run.writes)} additions closed a sublayer (chunked feed-forwards and fused paths do that): switch "
             "that off, or undo() the swap"
         )
-    return _without_streams(out, last, run.shown(owner.leave(last.streams, layer)))
+    return run.shown(owner.leave(last.streams, layer))
 
 
 class _Through:

@@ -195,6 +195,9 @@ class Group(NamedTuple):
     """How often one run of the model calls the holder. Each call begins and ends the stack."""
     loop: nn.Module | None = None
     """The module whose forward runs through all layers, if the blocks are views of it (`loops.py`). Else None."""
+    span: tuple[str, str] | None = None
+    """If the stream begins and ends within that forward: the paths, in that module, of the module whose output is the
+    stream's first tensor, and of the module that reads its last one. Else None."""
     shares_stream: str = ""
     """If the stream also passes through blocks of another group: a message that says from which block to which. Else
     empty."""

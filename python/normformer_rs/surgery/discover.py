@@ -23,7 +23,7 @@ from .blocks import (
 )
 from .converted import original
 from .examples import caller, failed_on, quietly, refuse_without
-from .loops import layers_of, refuse_again, views
+from .loops import find_spans, layers_of, refuse_again, views
 from .record import Record, record
 from .roles import Roles, find_roles
 from .structure import (
@@ -146,7 +146,9 @@ def _loops(model: nn.Module, candidates: Any, example: Any) -> list[Group]:
             if not isinstance(owner := model.get_submodule(path), LISTS):
                 refuse_again(owner)
                 owners.setdefault(path, owner)
-    run_record, _ = _run(model, [*owners.values()], example)
+    spans: dict[nn.Module, tuple[str, str]] = {}
+    listed = {part for module in model.modules() if isinstance(module, LISTS) for part in module.modules()}
+    run_record, _ = _run(model, [*owners.values()], example, lambda found: spans.update(find_spans(found, listed)))
     groups: list[Group] = []
     for path, owner in owners.items():
         if run_record is None or any(_is_below(group.path, path) for group in groups):  # its loop is in an inner module
@@ -157,7 +159,8 @@ def _loops(model: nn.Module, candidates: Any, example: Any) -> list[Group]:
         except Unaccounted:
             continue
         names = [f"{path or type(owner).__name__}[{i}]" for i in range(len(layers))]
-        group = Group(path, names, views(owner, layers), owner, len(layers), loop=owner)
+        span = spans.get(owner)
+        group = Group(path, names, views(owner, layers), owner, len(layers), loop=owner, span=span)
         if end is not None:
             holder_path = f"{path}.{parent_of(end)}".strip(".")
             group = group._replace(end=End(model.get_submodule(holder_path), holder_path, end.rpartition(".")[2]))
@@ -314,9 +317,12 @@ def _is_below(path: str, other: str) -> bool:
     return path == other or path.startswith(f"{other}.") or other == ""
 
 
-def _run(model: nn.Module, blocks: list[nn.Module], example: Any) -> tuple[Record | None, str]:
+def _run(
+    model: nn.Module, blocks: list[nn.Module], example: Any, prepare: Callable[[Record], Any] | None = None
+) -> tuple[Record | None, str]:
     """Runs the model and returns (its record, ""), with the roles of its matrices in the record. If there is no record,
-    returns (None, the reason); the reason is empty if no block needs a run."""
+    returns (None, the reason); the reason is empty if no block needs a run. `prepare`: a function that changes the
+    record before the roles are found."""
     if all(isinstance(block, tuple(TORCHS)) or is_converted(block) for block in blocks):
         return None, ""
     if any(p.is_meta for p in model.parameters()):
@@ -335,6 +341,8 @@ def _run(model: nn.Module, blocks: list[nn.Module], example: Any) -> tuple[Recor
                 raise failed_on(model, reason) from reason
             said = str(reason).partition("\n")[0]
             return None, f"it does not take the input that its configuration tells ({type(reason).__name__}: {said})"
+        if prepare is not None:
+            prepare(run_record)
         # the roles are found in a further run, with gradients, which needs the norms and the matrices of each branch
         norms = {module for module, kind in run_record.kinds.items() if kind == "norm"}
         # the last matrix of each branch → all matrices of that branch

@@ -3,29 +3,37 @@ x-transformers and vit-pytorch. Their list holds attentions and feed-forwards in
 
 The forward runs on a residual stream as a block's does, and each of its layers has a `BlockResidual`. A layer is
 represented by a view: a shallow copy of the module with the loop, whose structure has only that layer's sublayers.
+
+A forward that also embeds the tokens, or also computes logits, has a span: the stream begins with the output of one of
+its modules, such as the embedding, and ends where another one reads it, such as the last norm.
 """
 
 import copy
+import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
 from ..nn.interpreter import Streams, open_streams
-from .block_residual import BlockResidual, run_on_stream
+from .block_residual import BlockResidual, finished, run_on_stream, started
 from .blocks import STRUCTURES
 from .converted import names_of, residual_of
-from .residual_stream import Stream
+from .record import Call, Record, exchanged, tensors_in
+from .residual_stream import RUNS, Pass, Stream, under_way
+from .roles import Roles
 from .stack_residual import StackResidual
-from .structure import Structure, Unaccounted
+from .structure import Structure, Unaccounted, structure
 
 
-def layers_of(structure: Structure) -> tuple[list[Structure], str | None]:
+def layers_of(loop: Structure) -> tuple[list[Structure], str | None]:
     """Returns the structures of a loop's layers, and the path of the norm after the last layer (None: there is none). A
-    layer is the shortest sequence of kinds of sublayers whose repetition gives the loop. `structure`: that of the
+    layer is the shortest sequence of kinds of sublayers whose repetition gives the loop. `loop`: the structure of the
     module with the loop, whose sublayers are those of all layers. Errors: Unaccounted."""
-    parts, end = structure.parts, None
+    parts, end = loop.parts, None
     # if a norm follows only the last sublayer, it is the norm after the last layer
     if parts[-1].after is not None and all(part.after is None for part in parts[:-1]):
         end = parts[-1].after
@@ -37,21 +45,61 @@ def layers_of(structure: Structure) -> tuple[list[Structure], str | None]:
     # a layer has at most self-attention, cross-attention and a feed-forward
     if len(kinds) % layer_size or layer_size > 3:
         raise Unaccounted(f"its sublayers do not repeat, so that its layers are not known: {', '.join(kinds)}")
-    if structure.has_channels_first or structure.calls > 1:
+    if loop.has_channels_first or loop.calls > 1:
         raise Unaccounted("a loop over images, or one that a model runs several times, is not known")
     parts_of_layers = [parts[i : i + layer_size] for i in range(0, len(parts), layer_size)]
     return [
-        structure._replace(parts=layer_parts, writes=tuple(range(layer_size)), loop=structure.writes)
+        loop._replace(parts=layer_parts, writes=tuple(range(layer_size)), loop=loop.writes)
         for layer_parts in parts_of_layers
     ], end
+
+
+def find_spans(run_record: Record, listed: set[nn.Module]) -> dict[nn.Module, tuple[str, str]]:
+    """Finds, for each module in `run_record.blocks` of which no call on a stream is known, where the stream of its loop
+    begins and ends, and adds the operations between to the record as a call. Returns the paths in `Group.span`.
+    `listed`: the modules in the model's lists; all that the module has of them must run between."""
+    spans: dict[nn.Module, tuple[str, str]] = {}
+    counts = Counter(node.module for node in run_record.nodes)
+    for owner in run_record.blocks - run_record.calls.keys():
+        paths = {module: path for path, module in owner.named_modules()}
+        calls = [(i, node) for i, node in enumerate(run_record.nodes) if node.module in paths]
+        layers = [i for i, node in calls if node.module in listed]
+        around = [(i, node) for i, node in calls if node.module not in listed and counts[node.module] == 1]
+        before = [(i, node) for i, node in around if i < min(layers, default=0)]
+        after = [(i, node) for i, node in around if i > max(layers, default=len(run_record.nodes))]
+        for (first, maker), (last, reader) in itertools.product(before, reversed(after)):
+            call = _between(run_record, first, last)
+            if call is None or maker.module is None or reader.module is None:
+                continue
+            run_record.calls[owner] = [call]
+            try:
+                layers_of(structure(owner, run_record, Roles({})))
+            except (Unaccounted, InputError):
+                del run_record.calls[owner]
+                continue
+            spans[owner] = paths[maker.module], paths[reader.module]
+            break
+    return spans
+
+
+def _between(run_record: Record, first: int, last: int) -> Call | None:
+    """Returns the operations between two calls of modules, at these positions in the record, as a call whose input x is
+    the output of the first and whose output y the second reads. None: x and y have unlike shapes, or the model uses
+    anything but y after the call, or y twice."""
+    nodes, reader = run_record.nodes, run_record.nodes[last]
+    x, y, shape = nodes[first].outputs[0], reader.inputs[0], reader.shapes[0]
+    made = {x} | {output for node in nodes[first + 1 : last] for output in node.outputs}
+    used_later = {k for node in nodes[last + 1 :] for k in node.inputs} | run_record.returned
+    is_alone = not made & (used_later | {*reader.inputs[1:]}) and sum(y in node.inputs for node in nodes) == 1
+    return Call(first + 1, last, x, shape, y, {}) if nodes[first].made[0] == shape and is_alone else None
 
 
 def views(owner: nn.Module, structures: Sequence[Structure]) -> list[nn.Module]:
     """Returns a view of `owner`, the module with the loop, for each layer's structure."""
     made = []
-    for structure in structures:
+    for layer in structures:
         view = copy.copy(owner)
-        STRUCTURES[view] = structure
+        STRUCTURES[view] = layer
         made.append(view)
     return made
 
@@ -59,11 +107,19 @@ def views(owner: nn.Module, structures: Sequence[Structure]) -> list[nn.Module]:
 class LoopResidual(nn.Module):
     """A residual scheme in a module whose forward runs through the layers of a stack. Sublayers are numbered across the
     layers. `owner`: the module; `layers`: the scheme in each layer; `stack`: its parts for the whole stack; `end`: the
-    path of the norm after the last layer, or "" if there is none."""
+    path of the norm after the last layer, or "" if there is none; `span`: see `Group.span`."""
 
-    def __init__(self, owner: nn.Module, layers: Sequence[BlockResidual], stack: StackResidual, end: str = "") -> None:
+    def __init__(
+        self,
+        owner: nn.Module,
+        layers: Sequence[BlockResidual],
+        stack: StackResidual,
+        end: str = "",
+        span: tuple[str, str] | None = None,
+    ) -> None:
         super().__init__()
         self._owner, self.end = (owner,), end  # a tuple, so that torch does not register the owner as a child
+        self.span = span
         self.layers, self.stack = nn.ModuleList(layers), stack
         self.parts = tuple(part for layer in layers for part in layer.parts)
         self.size = len(layers[0].parts)
@@ -89,8 +145,43 @@ class LoopResidual(nn.Module):
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the output of the module's own forward, with the scheme."""
-        names = names_of(self._owner[0])
-        return run_on_stream(self, names, forward, args, kwargs)
+        if self.span is None:
+            return run_on_stream(self, names_of(self._owner[0]), forward, args, kwargs)
+        call = self._new_pass()
+        with under_way(call):
+            out = forward(*args, **kwargs)
+        if not call.is_over and not torch.compiler.is_compiling():
+            begin, end = self.span
+            raise InputError(
+                f"{self.described()} went another way than in the run that it was swapped by: its residual stream runs "
+                f"from the output of {begin} to the input of {end}, and this call did not go there: swap with an "
+                "example that goes this way"
+            )
+        return out
+
+    def _new_pass(self) -> Pass:
+        """Returns a new pass through all layers."""
+        return Pass(self, self.structure.writes, self.structure)
+
+    def begin_stream(self, _: nn.Module, __: Any, x: Tensor) -> Stream | None:
+        """Returns the stream that begins with x. A hook after the call of the module at the span's begin. None: this
+        call has begun its stream."""
+        calls = RUNS.under_way
+        call = calls[-1] if calls and calls[-1].residual is self else self._new_pass()
+        if call.has_begun:
+            return None
+        call.has_begun = True
+        return started(self, x, call)[0]
+
+    def end_stream(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Replaces the stream among the arguments by the stack's output. A hook before the call of the module at the
+        span's end."""
+        stream = next((t for t in tensors_in((args, kwargs)) if isinstance(t, Stream)), None)
+        if stream is None:
+            return None
+        stream.under_way.end()
+        y = finished(self, stream, stream.under_way, 0)
+        return exchanged(args, stream, y), exchanged(kwargs, stream, y)
 
     def read(self, i: int, streams: Streams, norm: nn.Module | None) -> Tensor:
         """Returns the tensor that sublayer i reads. `norm`: the module's norm, if the sublayer reads through one."""

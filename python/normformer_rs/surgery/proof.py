@@ -22,7 +22,8 @@ from .stack_residual import WIDE
 from .undo import Edits
 
 _ERRORS = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""The allowed difference relative to the largest number, by dtype. f64 allows 1e-5, since norms compute in f32."""
+"""The allowed difference relative to the largest number, by dtype. f64 allows 1e-5, since many models compute some of
+their numbers in f32."""
 _MANY, _SUMS = 1_000_000, 1021
 """A gradient of more than _MANY numbers is compared by _SUMS sums of its numbers instead."""
 _IN_16_BITS = 0.1
@@ -318,20 +319,23 @@ def _tapped(
             hook.remove()
 
 
-def differ(before: Observed, now: Observed) -> str | None:
-    """Returns a message about the first difference between two observations. None: they agree."""
+def differ(before: Observed, now: Observed, in_64_bits: float = _ERRORS[torch.float64]) -> str | None:
+    """Returns a message about the first difference between two observations. None: they agree. `in_64_bits`: the
+    tolerance in f64."""
     if before.error is not None and not before.outputs:
         return f"without a swap it fails, and nothing can be compared: {in_words(before.error)}"
     if now.error is not None and before.error is None:
         return in_words(now.error)
-    message = difference(before.outputs, now.outputs)  # if the model has no backward pass, only outputs are compared
+    # if the model has no backward pass, only outputs are compared
+    message = difference(before.outputs, now.outputs, in_64_bits=in_64_bits)
     if message is not None:
         return message
     pairs = [(g, now.gradients.get(p)) for p, g in before.gradients.items()]
     # small gradients are compared relative to 1 % of the largest one: their own rounding errors are no fault
     top = max((size for g, _ in pairs if math.isfinite(size := _largest(g))), default=0.0)
     for g, other in pairs:
-        message = difference([g], [torch.zeros_like(g) if other is None else other], least=top * 1e-2)
+        other = torch.zeros_like(g) if other is None else other
+        message = difference([g], [other], least=top * 1e-2, in_64_bits=in_64_bits)
         if message is not None:
             return message.replace("outputs differ", "gradients differ")
     return None
@@ -367,14 +371,18 @@ def _weights(t: Tensor) -> Tensor:
 
 
 def difference(
-    before: list[Tensor], now: list[Tensor], in_16_bits: float = _IN_16_BITS, least: float = 1e-3
+    before: list[Tensor],
+    now: list[Tensor],
+    in_16_bits: float = _IN_16_BITS,
+    least: float = 1e-3,
+    in_64_bits: float = _ERRORS[torch.float64],
 ) -> str | None:
-    """Returns a message if two runs' outputs differ by more than rounding, else None. `in_16_bits`: the tolerance in
-    16 bits. `least`: the difference is taken relative to at least this number."""
+    """Returns a message if two runs' outputs differ by more than rounding, else None. `in_16_bits`, `in_64_bits`: the
+    tolerances in 16 bits and in f64. `least`: the difference is taken relative to at least this number."""
     if [t.shape for t in before] != [t.shape for t in now]:
         return "its outputs have other shapes"
     for a, b in zip(before, now):
-        error = _ERRORS.get(a.dtype, in_16_bits)
+        error = in_64_bits if a.dtype == torch.float64 else _ERRORS.get(a.dtype, in_16_bits)
         # in 16 bits a few numbers may differ much by rounding, so the mean counts instead of the largest number
         size_of: Any = _largest if a.dtype in _ERRORS else _root_of_mean
         gap, is_finite = a - b, torch.isfinite(a)

@@ -49,8 +49,8 @@ class Pass:
         entry is for operations after all additions."""
         self.became: tuple[Tensor, Stream] | None = None
         """If the block added the stream to a branch in place: the branch, and the stream after the addition."""
-        self.is_over = False
-        """Whether the call has ended."""
+        self.has_begun = self.is_over = False
+        """Whether the stream of a loop's span has begun, and whether the call has ended."""
         self.written = 0
         """The number of additions to the stream so far."""
         self.has_gradients = torch.is_grad_enabled()

@@ -656,7 +656,12 @@ def _convert_loop(
         reclass(norm, converted_class(original(type(norm)), StreamNorm))
         end = next(path for path, module in loop.named_modules() if module is norm)
     reclass(loop, converted_class(original(type(loop)), StreamBlock))
-    setattr(loop, _free_name(loop), LoopResidual(loop, residuals, stack, end))
+    whole = LoopResidual(loop, residuals, stack, end, group.span)
+    setattr(loop, _free_name(loop), whole)
+    if group.span is not None:
+        first, last = map(loop.get_submodule, group.span)
+        edits.afterwards(first.register_forward_hook(whole.begin_stream).remove)
+        edits.afterwards(last.register_forward_pre_hook(whole.end_stream, with_kwargs=True).remove)
 
 
 def _exchange_parts(block: nn.Module, residual: BlockResidual, own: Any, edits: Edits) -> None:

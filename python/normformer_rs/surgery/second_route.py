@@ -270,13 +270,14 @@ class Recomputed(TorchFunctionMode):
         """The identity of each tensor that is the stream → the operations that the block has applied to it so far."""
         self.within = 0  # norms and scales under way, whose operations are left alone
         self.branches = Branches() if branches is None else branches
-        self.is_narrow = False
-        """Whether an operation has given 16-bit numbers, whose rounding two routes do not share."""
+        self.dtypes: set[torch.dtype] = set()
+        """The dtypes of the operations' results. Two routes do not share the rounding of 16-bit numbers."""
         self.alive: list[Tensor] = []  # keeps the stream's tensors alive, so that no identity is used twice
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = self._called(func, args, kwargs)
-        self.is_narrow = self.is_narrow or (isinstance(out, Tensor) and out.dtype in (torch.float16, torch.bfloat16))
+        if isinstance(out, Tensor):
+            self.dtypes.add(out.dtype)
         return out
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -400,11 +401,16 @@ class Recomputed(TorchFunctionMode):
         if module not in self.blocks:
             self.within += 1
             return None
+        x: Any = stream_in((args, kwargs))
+        seen = self._begun(module, x, dict(zip(self.blocks[module][1]._nfrs_names, args)) | kwargs)
+        return exchanged(args, x, seen), exchanged(kwargs, x, seen)
+
+    def _begun(self, module: nn.Module, x: Tensor, given: dict[str, Any]) -> Tensor:
+        """Begins a call of a block, and returns its stream. `x`: the stream's first tensor; `given`: the call's
+        arguments by name."""
         whole = self.blocks[module][0]
         residual = getattr(whole, "layers", [whole])[0]  # the first layer's, if the block is a loop
-        x: Any = stream_in((args, kwargs))
         stack = residual._stack[0]
-        given = dict(zip(self.blocks[module][1]._nfrs_names, args)) | kwargs
         state = self.states.setdefault(stack, State())
         is_shared = residual.structure.calls > 1  # several layers share the block
         layer = state.layer + 1 if is_shared else residual.place.layer
@@ -425,8 +431,7 @@ class Recomputed(TorchFunctionMode):
         block = self.open[-1]
         block.open()
         ways = [(lambda t: t.movedim(-1, 1), lambda t: t.movedim(1, -1))] if has_images else []
-        seen = self._stream(block.shown(), ways)
-        return exchanged(args, x, seen), exchanged(kwargs, x, seen)
+        return self._stream(block.shown(), ways)
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """Runs after a module of `run`. Returns its output with the scheme: a block's with the new stream, or the
@@ -434,6 +439,13 @@ class Recomputed(TorchFunctionMode):
         if module not in self.blocks:
             self.within -= 1
             return self._norm(module, args, out)
+        call, y = self._ended(module)
+        out = out if call.became is None else exchanged(out, *call.became)
+        stream = next(t for t in tensors_in(out) if id(t) in self.streams)
+        return exchanged(out, stream, y)
+
+    def _ended(self, module: nn.Module) -> tuple[Block, Tensor]:
+        """Ends the call of a block that has begun last. Returns it, and the tensor in place of its stream."""
         block = self.open.pop()
         if block.written != len(block.writes):
             raise RuntimeError(f"{block.written} of {len(block.writes)} additions to the stream were seen")
@@ -448,9 +460,22 @@ class Recomputed(TorchFunctionMode):
         y = y.movedim(-1, 1) if block.residual.structure.has_channels_first else y
         if end := getattr(block.whole, "end", ""):
             y = module.get_submodule(end).forward(y)
-        out = out if block.became is None else exchanged(out, *block.became)
-        stream = next(t for t in tensors_in(out) if id(t) in self.streams)
-        return exchanged(out, stream, y)
+        return block, y
+
+    def _span(self, owner: nn.Module, span: tuple[str, str]) -> Iterator[Any]:
+        """Registers hooks on the modules between which a loop has its stream; yields their handles."""
+
+        def begin(_: nn.Module, __: Any, out: Any) -> Any:
+            return self._begun(owner, out, {})
+
+        def end(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            stream = next(t for t in tensors_in((args, kwargs)) if id(t) in self.streams)
+            y = self._ended(owner)[1]
+            return exchanged(args, stream, y), exchanged(kwargs, stream, y)
+
+        first, last = map(owner.get_submodule, span)
+        yield first.register_forward_hook(begin)
+        yield last.register_forward_pre_hook(end, with_kwargs=True)
 
     def _finished(self, stack: Any, state: State) -> Tensor:
         """Returns the stack's output after its last layer."""
@@ -492,7 +517,10 @@ class Recomputed(TorchFunctionMode):
     def run(self, call: Callable[[nn.Module], Any]) -> Any:
         """Returns `call(base)`, computed with the schemes. Hooks are registered on the blocks, on their norms and
         factors, and on norms that the swap has removed elsewhere."""
-        watched = {*self.blocks}  # the modules that get hooks
+        spans = {
+            block: span for block, (residual, _) in self.blocks.items() if (span := getattr(residual, "span", None))
+        }
+        watched = {*self.blocks} - spans.keys()  # the modules that get hooks
         self.paths: dict[nn.Module, str] = {}  # modules after the stack that the swap has removed → their paths
         self.inside: dict[nn.Module, str] = {}  # norms and factors inside blocks → their paths there
         self.blocks_of: dict[nn.Module, Any] = {}  # the same modules → their swapped blocks
@@ -525,6 +553,9 @@ class Recomputed(TorchFunctionMode):
             for module in watched:
                 hooks.callback(module.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(self.leave, with_kwargs=True).remove)
+            for owner, span in spans.items():
+                for handle in self._span(owner, span):
+                    hooks.callback(handle.remove)
             for block, (residual, _) in self.blocks.items():
                 for handle in self._inside(block, residual):
                     hooks.callback(handle.remove)
@@ -573,8 +604,8 @@ def disagreement(
         shifts: the numbers that were added to its parameters.
     """
 
-    def second(given: Any, is_double: bool) -> tuple[Observed, bool]:
-        """Returns this route's run on the example `given`, and whether it computes in 16 bits. Errors: InputError for a
+    def second(given: Any, is_double: bool) -> tuple[Observed, set[torch.dtype]]:
+        """Returns this route's run on the example `given`, and the dtypes that it computes in. Errors: InputError for a
         sublayer that norms its input unseen."""
         route = Recomputed(base, model)
         run = functools.partial(route.run, lambda base_model: _call(base_model, given))
@@ -594,14 +625,14 @@ def disagreement(
                 run = functools.partial(more_route.run, lambda base_model: _call(base_model, given))
                 again = observe(base, run, [], training, False, shifts, **more)
                 if again.error is not None:
-                    return again, route.is_narrow
+                    return again, route.dtypes
             if name := branches.norming():
                 raise InputError(
                     f"{name} gives the same branch for twice its input: it norms its input by a formula, or by a "
                     "module that is not called on the residual stream itself, and a scheme cannot replace that. Make "
                     "it a module that is called on the stream"
                 )
-        return first, route.is_narrow
+        return first, route.dtypes
 
     message = _compared(*second(example, is_double=False), now, training)
     is_single = any(t.dtype == torch.float32 for t in now.outputs)
@@ -626,9 +657,14 @@ def _call(model: nn.Module, example: Any) -> Any:
     return run()
 
 
-def _compared(second: Observed, is_narrow: bool, now: Observed, training: bool) -> str | None:
+_EXACT = 1e-9
+"""The allowed difference in f64 relative to the largest number, if nothing is computed in f32."""
+
+
+def _compared(second: Observed, dtypes: set[torch.dtype], now: Observed, training: bool) -> str | None:
     """Returns a message about the first difference between this route's run and the swapped model's. None: they agree
-    as far as they can be compared. `is_narrow`: the run computes in 16 bits."""
+    as far as they can be compared. `dtypes`: those that the run computes in."""
+    is_narrow = bool(dtypes & {torch.float16, torch.bfloat16})
     if isinstance(second.error, LayersAreMissing) and training:
         return None
     if isinstance(second.error, Recomputes):
@@ -641,4 +677,4 @@ def _compared(second: Observed, is_narrow: bool, now: Observed, training: bool) 
     pairs = [] if is_narrow else [*zip(second.outputs, now.outputs)]
     if any(a.shape == b.shape and not torch.equal(a.isfinite(), b.isfinite()) for a, b in pairs):
         return "other numbers of its outputs are finite"
-    return differ(second, now)
+    return differ(second, now) if torch.float32 in dtypes else differ(second, now, _EXACT)
