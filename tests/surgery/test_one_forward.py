@@ -8,6 +8,7 @@ import io
 
 import pytest
 import torch
+import torch.nn.functional as F
 from block_models import D
 from torch import nn
 from zoo import Around, Attention, GainedNorm, Lucidrains, Stack, Within, XTransformers, mlp
@@ -38,38 +39,39 @@ def made():
 
 
 class Embeds(Lucidrains):
-    """The same model with the embedding and the head in the forward with the loop. `has_dropout`: positions are added
-    to the embeddings, and a dropout follows, with whose output the stream begins."""
+    """The same model with the embedding and the head in the forward with the loop. `begin`: what the stream begins
+    with, which is the embedding, a sum of it or the output of a dropout."""
 
-    def __init__(self, has_dropout=False):
+    def __init__(self, begin="embedding"):
         super().__init__()
-        self.positions, self.dropout = nn.Parameter(torch.zeros(8, D)), nn.Dropout(0.2)
-        self.has_dropout = has_dropout
+        self.positions, self.dropout, self.begin = nn.Parameter(torch.zeros(8, D)), nn.Dropout(0.2), begin
 
     def forward(self, tokens=None, embedded=None):
         x = self.embed(tokens) if embedded is None else embedded
-        if self.has_dropout:
+        if self.begin == "dropout":
             x = self.dropout(x + self.positions)
+        elif self.begin == "sum":
+            x = F.dropout(x * 0.5 * 2.0 + self.positions, 0.1, self.training)
         for attn, ff in self.layers:
             x = attn(x) + x
             x = ff(x) + x
         return self.head(self.norm(x))
 
 
-def alike(has_dropout=False):
+def alike(begin="embedding"):
     """The model `made`, and one that embeds in the same forward, with its weights."""
-    apart, whole = made(), Embeds(has_dropout).eval()
+    apart, whole = made(), Embeds(begin).eval()
     weights = {key.removeprefix("loop."): value for key, value in apart.state_dict().items()}
     whole.load_state_dict({**whole.state_dict(), **weights})
     return apart, whole
 
 
 @pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "ngpt"])
-@pytest.mark.parametrize("has_dropout", [False, True])
-@pytest.mark.one_in(test=10, all=2)
-def test_a_loop_that_embeds_computes_as_one_that_does_not(scheme, has_dropout):
+@pytest.mark.parametrize("begin", ["embedding", "sum", "dropout"])
+@pytest.mark.one_in(test=15, all=2)
+def test_a_loop_that_embeds_computes_as_one_that_does_not(scheme, begin):
     results = []
-    for model in alike(has_dropout):
+    for model in alike(begin):
         model.double()
         torch.manual_seed(1)  # some schemes draw values of their own
         swap_residuals(model, scheme, init=None, example=TOKENS)
@@ -87,7 +89,7 @@ def test_a_loop_that_embeds_computes_as_one_that_does_not(scheme, has_dropout):
 
 
 def test_a_loop_that_embeds_is_copied_kept_and_taken_back():
-    _, model = alike(has_dropout=True)
+    _, model = alike("dropout")
     before = model(TOKENS)
     swap = swap_residuals(model, "dlcl", init=None, example=TOKENS)
     expected, file = model(TOKENS), io.BytesIO()
@@ -101,8 +103,9 @@ def test_a_loop_that_embeds_is_copied_kept_and_taken_back():
     assert torch.equal(model(TOKENS), before) and not model.embed._forward_hooks
 
 
-def test_a_loop_that_embeds_runs_compiled():
-    _, model = alike()
+@pytest.mark.parametrize("begin", ["embedding", "sum"])
+def test_a_loop_that_embeds_runs_compiled(begin):
+    _, model = alike(begin)
     swap_residuals(model, "peri-ln", init=None, example=TOKENS)
     expected = model(TOKENS)
     torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(TOKENS), expected)

@@ -176,6 +176,21 @@ def torchs_parts(block: Any) -> tuple[Part, ...]:
     return (*parts, feed_forward)
 
 
+class Span(NamedTuple):
+    """Where the stream of a loop begins and ends within a forward.
+
+    Attributes:
+        begin, end: the paths of the module from whose output the stream's first tensor is computed, and of the one that
+            reads its last tensor.
+        operations: the kinds (`record.kind_of`) of the operations between that output and the stream's first tensor,
+            such as the addition of positions.
+    """
+
+    begin: str
+    operations: tuple[str, ...]
+    end: str
+
+
 class Group(NamedTuple):
     """A stack: blocks that run one after the other."""
 
@@ -195,9 +210,8 @@ class Group(NamedTuple):
     """How often one run of the model calls the holder. Each call begins and ends the stack."""
     loop: nn.Module | None = None
     """The module whose forward runs through all layers, if the blocks are views of it (`loops.py`). Else None."""
-    span: tuple[str, str] | None = None
-    """If the stream begins and ends within that forward: the paths, in that module, of the module whose output is the
-    stream's first tensor, and of the module that reads its last one. Else None."""
+    span: "Span | None" = None
+    """Where the stream begins and ends, if that is within the forward of `loop`. Else None."""
     shares_stream: str = ""
     """If the stream also passes through blocks of another group: a message that says from which block to which. Else
     empty."""

@@ -15,6 +15,7 @@ from .blocks import (
     TORCHS,
     End,
     Group,
+    Span,
     declaration_of,
     is_block,
     is_converted,
@@ -146,7 +147,7 @@ def _loops(model: nn.Module, candidates: Any, example: Any) -> list[Group]:
             if not isinstance(owner := model.get_submodule(path), LISTS):
                 refuse_again(owner)
                 owners.setdefault(path, owner)
-    spans: dict[nn.Module, tuple[str, str]] = {}
+    spans: dict[nn.Module, Span] = {}
     listed = {part for module in model.modules() if isinstance(module, LISTS) for part in module.modules()}
     run_record, _ = _run(model, [*owners.values()], example, lambda found: spans.update(find_spans(found, listed)))
     groups: list[Group] = []

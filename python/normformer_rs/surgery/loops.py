@@ -11,7 +11,7 @@ its modules, such as the embedding, and ends where another one reads it, such as
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..nn.interpreter import Streams, open_streams
 from .block_residual import BlockResidual, finished, run_on_stream, started
-from .blocks import STRUCTURES
+from .blocks import STRUCTURES, Span
 from .converted import names_of, residual_of
-from .record import Call, Record, exchanged, tensors_in
-from .residual_stream import RUNS, Pass, Stream, under_way
+from .record import Call, Record, exchanged, kind_of, tensors_in
+from .residual_stream import RUNS, Followed, Pass, Stream, under_way
 from .roles import Roles
 from .stack_residual import StackResidual
 from .structure import Structure, Unaccounted, structure
@@ -54,38 +54,64 @@ def layers_of(loop: Structure) -> tuple[list[Structure], str | None]:
     ], end
 
 
-def find_spans(run_record: Record, listed: set[nn.Module]) -> dict[nn.Module, tuple[str, str]]:
+_BEFORE = frozenset({"+", "*", "dropout", "to", "float", "contiguous"})
+"""Kinds of the operations that may come between a module's output and the first tensor of a stream."""
+
+
+def find_spans(run_record: Record, listed: set[nn.Module]) -> dict[nn.Module, Span]:
     """Finds, for each module in `run_record.blocks` of which no call on a stream is known, where the stream of its loop
-    begins and ends, and adds the operations between to the record as a call. Returns the paths in `Group.span`.
-    `listed`: the modules in the model's lists; all that the module has of them must run between."""
-    spans: dict[nn.Module, tuple[str, str]] = {}
+    begins and ends, and adds the operations between to the record as a call. `listed`: the modules in the model's
+    lists; all that the module has of them must run between."""
+    spans: dict[nn.Module, Span] = {}
     counts = Counter(node.module for node in run_record.nodes)
     for owner in run_record.blocks - run_record.calls.keys():
         paths = {module: path for path, module in owner.named_modules()}
-        calls = [(i, node) for i, node in enumerate(run_record.nodes) if node.module in paths]
-        layers = [i for i, node in calls if node.module in listed]
-        around = [(i, node) for i, node in calls if node.module not in listed and counts[node.module] == 1]
-        before = [(i, node) for i, node in around if i < min(layers, default=0)]
-        after = [(i, node) for i, node in around if i > max(layers, default=len(run_record.nodes))]
-        for (first, maker), (last, reader) in itertools.product(before, reversed(after)):
-            call = _between(run_record, first, last)
-            if call is None or maker.module is None or reader.module is None:
-                continue
-            run_record.calls[owner] = [call]
-            try:
-                layers_of(structure(owner, run_record, Roles({})))
-            except (Unaccounted, InputError):
-                del run_record.calls[owner]
-                continue
-            spans[owner] = paths[maker.module], paths[reader.module]
-            break
+        calls = [(i, node.module) for i, node in enumerate(run_record.nodes) if node.module in paths]
+        layers = [i for i, module in calls if module in listed]
+        around = [(i, module) for i, module in calls if module not in listed and counts[module] == 1]
+        before = [(i, module) for i, module in around if i < min(layers, default=0)]
+        after = [(i, module) for i, module in around if i > max(layers, default=len(run_record.nodes))]
+        # the last beginning first, since a dropout in evaluation mode returns its input itself
+        for (made, maker), (read, reader) in itertools.product(reversed(before), reversed(after)):
+            for first, operations in reversed([*_beginnings(run_record, made, layers[0])]):
+                call = _between(run_record, first, read)
+                run_record.calls[owner] = [] if call is None else [call]
+                if call is not None and _is_loop(owner, run_record):
+                    spans.setdefault(owner, Span(paths[maker], operations, paths[reader]))
+                    break
+            if owner in spans:
+                break
+        if owner not in spans:
+            run_record.calls.pop(owner, None)
     return spans
 
 
+def _is_loop(owner: nn.Module, run_record: Record) -> bool:
+    """Returns whether a module's call in the record is a loop over layers."""
+    try:
+        layers_of(structure(owner, run_record, Roles({})))
+    except (Unaccounted, InputError):
+        return False
+    return True
+
+
+def _beginnings(run_record: Record, made: int, until: int) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yields the positions of operations whose output may be a stream's first tensor: the call of a module at `made`,
+    and those that follow one from the other before the position `until`; with the kinds of the latter."""
+    operations: tuple[str, ...] = ()
+    yield made, operations
+    for i in range(made + 1, until):
+        node, before = run_record.nodes[i], run_record.nodes[made]
+        is_next = before.outputs[0] in node.inputs and node.module is None and kind_of(node.what) in _BEFORE
+        if is_next and node.made[:1] == before.made[:1]:
+            made, operations = i, (*operations, kind_of(node.what))
+            yield made, operations
+
+
 def _between(run_record: Record, first: int, last: int) -> Call | None:
-    """Returns the operations between two calls of modules, at these positions in the record, as a call whose input x is
-    the output of the first and whose output y the second reads. None: x and y have unlike shapes, or the model uses
-    anything but y after the call, or y twice."""
+    """Returns the operations between two positions in the record as a call whose input x is the output of the first and
+    whose output y the second reads. None: x and y have unlike shapes, or the model uses anything but y after the call,
+    or y twice."""
     nodes, reader = run_record.nodes, run_record.nodes[last]
     x, y, shape = nodes[first].outputs[0], reader.inputs[0], reader.shapes[0]
     made = {x} | {output for node in nodes[first + 1 : last] for output in node.outputs}
@@ -115,7 +141,7 @@ class LoopResidual(nn.Module):
         layers: Sequence[BlockResidual],
         stack: StackResidual,
         end: str = "",
-        span: tuple[str, str] | None = None,
+        span: Span | None = None,
     ) -> None:
         super().__init__()
         self._owner, self.end = (owner,), end  # a tuple, so that torch does not register the owner as a child
@@ -151,11 +177,10 @@ class LoopResidual(nn.Module):
         with under_way(call):
             out = forward(*args, **kwargs)
         if not call.is_over and not torch.compiler.is_compiling():
-            begin, end = self.span
             raise InputError(
                 f"{self.described()} went another way than in the run that it was swapped by: its residual stream runs "
-                f"from the output of {begin} to the input of {end}, and this call did not go there: swap with an "
-                "example that goes this way"
+                f"from the output of {self.span.begin} to the input of {self.span.end}, and this call did not go "
+                "there: swap with an example that goes this way"
             )
         return out
 
@@ -163,15 +188,16 @@ class LoopResidual(nn.Module):
         """Returns a new pass through all layers."""
         return Pass(self, self.structure.writes, self.structure)
 
-    def begin_stream(self, _: nn.Module, __: Any, x: Tensor) -> Stream | None:
-        """Returns the stream that begins with x. A hook after the call of the module at the span's begin. None: this
-        call has begun its stream."""
+    def begin_stream(self, _: nn.Module, __: Any, x: Tensor) -> Tensor | None:
+        """Returns the stream that begins with x, or x followed through the span's operations. A hook after the call of
+        the module at the span's begin. None: this call has begun its stream."""
         calls = RUNS.under_way
         call = calls[-1] if calls and calls[-1].residual is self else self._new_pass()
         if call.has_begun:
             return None
         call.has_begun = True
-        return started(self, x, call)[0]
+        assert self.span is not None
+        return Followed.of(x, self.span.operations, lambda x: started(self, x, call)[0])
 
     def end_stream(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """Replaces the stream among the arguments by the stack's output. A hook before the call of the module at the

@@ -39,6 +39,11 @@ TIMES = frozenset(
 """Multiplications and divisions, element by element."""
 
 
+def kind_of(name: str) -> str:
+    """Returns the same word for all spellings of an addition, and of a multiplication; other names as they are."""
+    return "+" if name in ADDITIONS else "*" if name in TIMES else name
+
+
 def factor_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
     """Returns the number by which the operation `name` multiplies a tensor, or by which an addition multiplies its
     second operand (`alpha`). None: there is none."""

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from ..errors import InputError
 from ..nn.interpreter import Streams, open_streams
 from .converted import Converted, residual_of
-from .record import ADDITIONS, FOLLOWED, TIMES, UNCHANGED, takes_all
+from .record import ADDITIONS, FOLLOWED, TIMES, UNCHANGED, kind_of, takes_all, tensors_in
 from .structure import Structure
 
 _LOOKS = frozenset(
@@ -174,6 +174,41 @@ class Stream(Tensor):
                     "not in the run that it was swapped by: swap with an example that does"
                 )
             return func(*map(_read, args), **{key: _read(value) for key, value in kwargs.items()})
+
+
+class Followed(Tensor):
+    """A tensor from which a residual stream is computed by a few operations, which are followed by their kinds."""
+
+    plain: Tensor
+    operations: tuple[str, ...]
+    """The kinds of the operations that are still to come."""
+    begin: Callable[[Tensor], Stream]
+    """Returns the stream that begins with the last operation's result."""
+
+    @staticmethod
+    def of(x: Tensor, operations: tuple[str, ...], begin: Callable[[Tensor], Stream]) -> Tensor:
+        """Returns x as such a tensor, or the stream if no operation is to come."""
+        if not operations:
+            return begin(x)
+        followed: Any = x.as_subclass(Followed)
+        followed.plain, followed.operations, followed.begin = x, operations, begin
+        return followed  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of torch on plain tensors. If it is the next operation, its result is followed."""
+        kwargs, kind = kwargs or {}, kind_of(getattr(func, "__name__", ""))
+        followed = next((t for t in tensors_in((args, kwargs)) if isinstance(t, Followed)), None)
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*tree_map(_unfollowed, args), **tree_map(_unfollowed, kwargs))
+            if followed is None or kind != followed.operations[0] or not isinstance(out, Tensor):
+                return out
+            return Followed.of(out, followed.operations[1:], followed.begin)
+
+
+def _unfollowed(value: Any) -> Any:
+    """Returns the plain tensor of one that is followed, and any other value as it is."""
+    return value.plain if isinstance(value, Followed) else value
 
 
 def _goes_on(stream: Stream, *factors: Any) -> bool:

@@ -659,7 +659,7 @@ def _convert_loop(
     whole = LoopResidual(loop, residuals, stack, end, group.span)
     setattr(loop, _free_name(loop), whole)
     if group.span is not None:
-        first, last = map(loop.get_submodule, group.span)
+        first, last = map(loop.get_submodule, (group.span.begin, group.span.end))
         edits.afterwards(first.register_forward_hook(whole.begin_stream).remove)
         edits.afterwards(last.register_forward_pre_hook(whole.end_stream, with_kwargs=True).remove)
 

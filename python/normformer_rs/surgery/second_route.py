@@ -22,11 +22,22 @@ from ..errors import InputError
 from ..nn import mixing
 from ..nn.interpreter import apply_changes, apply_norm, gain
 from .block_residual import POINTS
-from .blocks import width_into
+from .blocks import Span, width_into
 from .converted import residual_of
 from .examples import caller
 from .proof import Observed, differ, in_words, observe
-from .record import ADDITIONS, FOLLOWED, TIMES, exchanged, factor_of, has_factor, stream_in, takes_all, tensors_in
+from .record import (
+    ADDITIONS,
+    FOLLOWED,
+    TIMES,
+    exchanged,
+    factor_of,
+    has_factor,
+    kind_of,
+    stream_in,
+    takes_all,
+    tensors_in,
+)
 from .residual_stream import Identity
 
 Way = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
@@ -268,6 +279,8 @@ class Recomputed(TorchFunctionMode):
         self.open: list[Block] = []  # calls of blocks under way, the innermost last
         self.streams: dict[int, Sequence[Way]] = {}
         """The identity of each tensor that is the stream → the operations that the block has applied to it so far."""
+        self.followed: dict[int, tuple[nn.Module, tuple[str, ...]]] = {}
+        """The identity of a tensor from which a loop's stream is computed → the loop, and the operations to come."""
         self.within = 0  # norms and scales under way, whose operations are left alone
         self.branches = Branches() if branches is None else branches
         self.dtypes: set[torch.dtype] = set()
@@ -285,6 +298,10 @@ class Recomputed(TorchFunctionMode):
         the result is the stream that the scheme has there."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         stream: Any = args[0] if args else None
+        following = next((self.followed[id(t)] for t in tensors_in(args) if id(t) in self.followed), None)
+        if following is not None and kind_of(name) == following[1][0] and not self.within:
+            owner, operations = following
+            return self._followed(owner, func(*args, **kwargs), operations[1:])
         if not self.open or self.within:
             return func(*args, **kwargs)
         block = self.open[-1]
@@ -444,6 +461,15 @@ class Recomputed(TorchFunctionMode):
         stream = next(t for t in tensors_in(out) if id(t) in self.streams)
         return exchanged(out, stream, y)
 
+    def _followed(self, owner: nn.Module, x: Tensor, operations: tuple[str, ...]) -> Tensor:
+        """Returns the stream of a loop that begins with x. If operations are still to come before it begins, notes
+        their kinds, and returns x."""
+        if not operations:
+            return self._begun(owner, x, {})
+        self.followed[id(x)] = owner, operations
+        self.alive.append(x)
+        return x
+
     def _ended(self, module: nn.Module) -> tuple[Block, Tensor]:
         """Ends the call of a block that has begun last. Returns it, and the tensor in place of its stream."""
         block = self.open.pop()
@@ -462,18 +488,18 @@ class Recomputed(TorchFunctionMode):
             y = module.get_submodule(end).forward(y)
         return block, y
 
-    def _span(self, owner: nn.Module, span: tuple[str, str]) -> Iterator[Any]:
+    def _span(self, owner: nn.Module, span: Span) -> Iterator[Any]:
         """Registers hooks on the modules between which a loop has its stream; yields their handles."""
 
         def begin(_: nn.Module, __: Any, out: Any) -> Any:
-            return self._begun(owner, out, {})
+            return self._followed(owner, out, span.operations)
 
         def end(_: nn.Module, args: Any, kwargs: Any) -> Any:
             stream = next(t for t in tensors_in((args, kwargs)) if id(t) in self.streams)
             y = self._ended(owner)[1]
             return exchanged(args, stream, y), exchanged(kwargs, stream, y)
 
-        first, last = map(owner.get_submodule, span)
+        first, last = map(owner.get_submodule, (span.begin, span.end))
         yield first.register_forward_hook(begin)
         yield last.register_forward_pre_hook(end, with_kwargs=True)
 
