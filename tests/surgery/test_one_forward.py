@@ -121,6 +121,95 @@ def test_a_call_without_the_begin_of_the_stream_is_an_error(scheme, match):
         model(embedded=torch.randn(2, 8, D))
 
 
+class Ways(Embeds):
+    """Has other ways through its modules than the forward that the example runs."""
+
+    def forward(self, tokens, more=None, is_seen=False):
+        y = super().forward(tokens)
+        y = y if more is None else y + super().forward(more)
+        return (y, self.last) if is_seen else y
+
+    def bag(self, tokens):
+        return self.embed(tokens) + torch.ones(2, 8, D)
+
+
+@pytest.mark.parametrize("scheme", ["rezero", "sandwich", "dlcl"])
+def test_the_stream_begins_in_the_loops_forward_alone(scheme):
+    torch.manual_seed(0)
+    model = Ways().eval()
+    other = Embeds().eval()  # a model without a scheme that shares the embedding
+    other.embed = model.embed
+    bag, result = model.bag(TOKENS), other(TOKENS)
+    swap_residuals(model, scheme, init=None, example=TOKENS)
+    assert torch.equal(model.bag(TOKENS), bag) and torch.equal(other(TOKENS), result)
+    assert type(copy.deepcopy(model.embed)(TOKENS)) is torch.Tensor
+    want = model(TOKENS) + model(TOKENS.flip(1))
+    with pytest.raises(InputError, match="calls its embed twice, where its residual stream begins"):
+        model(TOKENS, more=TOKENS.flip(1))
+    assert torch.equal(model(TOKENS) + model(TOKENS.flip(1)), want)
+
+
+class Tied(Embeds):
+    """Its logits are products with the embeddings, and of the last tokens alone."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for attn, ff in self.layers:
+            x = attn(x) + x
+            x = ff(x) + x
+        x = self.norm(x)
+        return F.linear(x[:, -1:], self.embed.weight) + x.mean()
+
+
+@pytest.mark.parametrize("scheme", ["prenorm", "deepnorm", "rezero", "sandwich", "peri-ln", "mhc"])
+def test_a_norm_that_ends_a_loop_is_the_stacks(scheme):
+    torch.manual_seed(0)
+    apart = Around(Lucidrains, embeds=False).eval()
+    model = Tied().eval()
+    weights = {key.removeprefix("loop."): value for key, value in apart.state_dict().items()}
+    model.load_state_dict({**model.state_dict(), **weights})
+    rows = []
+    for each in (apart, model):
+        torch.manual_seed(1)
+        rows.append([row[2:] for row in swap_residuals(each.double(), scheme, init=None, example=TOKENS)])
+    assert [note for *_, note in rows[0]] == [note for *_, note in rows[1]]
+    h = apart.loop(apart.embed(TOKENS))
+    torch.testing.assert_close(model(TOKENS), F.linear(h[:, -1:], apart.embed.weight) + h.mean())
+    assert len([*apart.parameters()]) == len([*model.parameters()]) - 1  # its positions
+
+
+@pytest.mark.parametrize("scheme", ["rezero", "sandwich"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_other_ways_are_errors_compiled_too(scheme, is_compiled):
+    model = alike()[1]
+    swap_residuals(model, scheme, init=None, example=TOKENS)
+    run = torch.compile(model, backend="eager") if is_compiled else model
+    with pytest.raises(Exception, match=r"went another way|on another tensor|Observed exception"):
+        run(embedded=torch.randn(2, 8, D))
+
+
+class Scaled(Lucidrains):
+    """Its stream begins with a product, and it is a part of a model."""
+
+    def __init__(self):
+        super().__init__(embeds=False)
+
+    def forward(self, x):
+        return super().forward(x * 4.0)
+
+
+def test_a_factor_before_the_first_layer_stays():
+    """As the factor is not the layers', the stream begins behind it."""
+    torch.manual_seed(0)
+    model = Around(Scaled).eval()
+    before = model(TOKENS)
+    swap_residuals(model, "prenorm", init=None, example=TOKENS)
+    torch.testing.assert_close(model(TOKENS), before)
+    alone = Scaled().eval()
+    with pytest.raises(InputError, match="holds no blocks that add branches"):
+        swap_residuals(alone, "prenorm", init=None, example=torch.randn(2, 8, D))
+
+
 class UsesTwice(Embeds):
     def forward(self, tokens):
         x = self.embed(tokens)

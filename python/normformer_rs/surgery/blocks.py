@@ -182,6 +182,7 @@ class Span(NamedTuple):
     Attributes:
         begin, end: the paths of the module from whose output the stream's first tensor is computed, and of the one that
             reads its last tensor.
+        is_norm: whether the end is the norm after the stack. The stream then ends with its output.
         operations: the kinds (`record.kind_of`) of the operations between that output and the stream's first tensor,
             such as the addition of positions.
     """
@@ -189,6 +190,7 @@ class Span(NamedTuple):
     begin: str
     operations: tuple[str, ...]
     end: str
+    is_norm: bool
 
 
 class Group(NamedTuple):

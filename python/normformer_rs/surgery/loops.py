@@ -48,6 +48,8 @@ def layers_of(loop: Structure) -> tuple[list[Structure], str | None]:
     if loop.has_channels_first or loop.calls > 1:
         raise Unaccounted("a loop over images, or one that a model runs several times, is not known")
     parts_of_layers = [parts[i : i + layer_size] for i in range(0, len(parts), layer_size)]
+    if len({tuple((part.alpha, part.beta) for part in layer_parts) for layer_parts in parts_of_layers}) > 1:
+        raise Unaccounted("its layers multiply the stream or their branches by different numbers")
     return [
         loop._replace(parts=layer_parts, writes=tuple(range(layer_size)), loop=loop.writes)
         for layer_parts in parts_of_layers
@@ -66,20 +68,24 @@ def find_spans(run_record: Record, listed: set[nn.Module]) -> dict[nn.Module, Sp
     counts = Counter(node.module for node in run_record.nodes)
     for owner in run_record.blocks - run_record.calls.keys():
         paths = {module: path for path, module in owner.named_modules()}
-        calls = [(i, node.module) for i, node in enumerate(run_record.nodes) if node.module in paths]
+        calls = [(i, n.module) for i, n in enumerate(run_record.nodes) if n.module is not None and n.module in paths]
         layers = [i for i, module in calls if module in listed]
         around = [(i, module) for i, module in calls if module not in listed and counts[module] == 1]
         before = [(i, module) for i, module in around if i < min(layers, default=0)]
         after = [(i, module) for i, module in around if i > max(layers, default=len(run_record.nodes))]
+        norms = [(i, module, True) for i, module in after if run_record.kinds[module] == "norm"]
+        ends = [*norms[::-1], *((i, module, False) for i, module in reversed(after))]
         # the last beginning first, since a dropout in evaluation mode returns its input itself
-        for (made, maker), (read, reader) in itertools.product(reversed(before), reversed(after)):
-            for first, operations in reversed([*_beginnings(run_record, made, layers[0])]):
-                call = _between(run_record, first, read)
-                run_record.calls[owner] = [] if call is None else [call]
-                if call is not None and _is_loop(owner, run_record):
-                    spans.setdefault(owner, Span(paths[maker], operations, paths[reader]))
-                    break
-            if owner in spans:
+        beginnings = [
+            (first, maker, operations)
+            for made, maker in reversed(before)
+            for first, operations in reversed([*_beginnings(run_record, made, layers[0])])
+        ]
+        for (first, maker, operations), (read, reader, is_norm) in itertools.product(beginnings, ends):
+            call = _between(run_record, first, read, is_norm)
+            run_record.calls[owner] = [] if call is None else [call]
+            if call is not None and _is_loop(owner, run_record):
+                spans[owner] = Span(paths[maker], operations, paths[reader], is_norm)
                 break
         if owner not in spans:
             run_record.calls.pop(owner, None)
@@ -108,16 +114,19 @@ def _beginnings(run_record: Record, made: int, until: int) -> Iterator[tuple[int
             yield made, operations
 
 
-def _between(run_record: Record, first: int, last: int) -> Call | None:
+def _between(run_record: Record, first: int, last: int, is_norm: bool) -> Call | None:
     """Returns the operations between two positions in the record as a call whose input x is the output of the first and
-    whose output y the second reads. None: x and y have unlike shapes, or the model uses anything but y after the call,
-    or y twice."""
+    whose output y the second reads, or returns if it is the norm after the stack (`is_norm`). None: x and y have unlike
+    shapes, or the model uses anything but y after the call, or reads the last tensor twice."""
     nodes, reader = run_record.nodes, run_record.nodes[last]
-    x, y, shape = nodes[first].outputs[0], reader.inputs[0], reader.shapes[0]
+    x, read, shape = nodes[first].outputs[0], reader.inputs[0], reader.shapes[0]
     made = {x} | {output for node in nodes[first + 1 : last] for output in node.outputs}
     used_later = {k for node in nodes[last + 1 :] for k in node.inputs} | run_record.returned
-    is_alone = not made & (used_later | {*reader.inputs[1:]}) and sum(y in node.inputs for node in nodes) == 1
-    return Call(first + 1, last, x, shape, y, {}) if nodes[first].made[0] == shape and is_alone else None
+    is_alone = not made & (used_later | {*reader.inputs[1:]}) and sum(read in node.inputs for node in nodes) == 1
+    if nodes[first].made[0] != shape or not is_alone:
+        return None
+    y, end = (reader.outputs[0], last + 1) if is_norm else (read, last)
+    return Call(first + 1, end, x, shape, y, {})
 
 
 def views(owner: nn.Module, structures: Sequence[Structure]) -> list[nn.Module]:
@@ -146,6 +155,8 @@ class LoopResidual(nn.Module):
         super().__init__()
         self._owner, self.end = (owner,), end  # a tuple, so that torch does not register the owner as a child
         self.span = span
+        self.compiled_call: Pass | None = None
+        """The call under way in compiled code, which does not see `RUNS`."""
         self.layers, self.stack = nn.ModuleList(layers), stack
         self.parts = tuple(part for layer in layers for part in layer.parts)
         self.size = len(layers[0].parts)
@@ -173,41 +184,60 @@ class LoopResidual(nn.Module):
         """Returns the output of the module's own forward, with the scheme."""
         if self.span is None:
             return run_on_stream(self, names_of(self._owner[0]), forward, args, kwargs)
-        call = self._new_pass()
-        with under_way(call):
+        call = Pass(self, self.structure.writes, self.structure)
+        if torch.compiler.is_compiling():
+            self.compiled_call = call
             out = forward(*args, **kwargs)
-        if not call.is_over and not torch.compiler.is_compiling():
+            self.compiled_call = None
+        else:
+            with under_way(call):
+                out = forward(*args, **kwargs)
+        if not call.is_over or any(isinstance(t, Stream) for t in tensors_in(out)):
             raise InputError(
                 f"{self.described()} went another way than in the run that it was swapped by: its residual stream runs "
-                f"from the output of {self.span.begin} to the input of {self.span.end}, and this call did not go "
-                "there: swap with an example that goes this way"
+                f"from the output of {self.span.begin} to {self.span.end}, and this call did not go there, or returned "
+                "the stream itself: swap with an example that goes this way"
             )
         return out
 
-    def _new_pass(self) -> Pass:
-        """Returns a new pass through all layers."""
-        return Pass(self, self.structure.writes, self.structure)
-
     def begin_stream(self, _: nn.Module, __: Any, x: Tensor) -> Tensor | None:
         """Returns the stream that begins with x, or x followed through the span's operations. A hook after the call of
-        the module at the span's begin. None: this call has begun its stream."""
-        calls = RUNS.under_way
-        call = calls[-1] if calls and calls[-1].residual is self else self._new_pass()
-        if call.has_begun:
+        the module at the span's begin. None: something else than the loop's forward calls that module. Errors:
+        InputError if the stream has begun already."""
+        calls = [self.compiled_call] if torch.compiler.is_compiling() else RUNS.under_way
+        call = calls[-1] if calls else None
+        if call is None or call.residual is not self or self.span is None:
             return None
+        if call.has_begun:
+            raise InputError(
+                f"{self.described()} calls its {self.span.begin} twice, where its residual stream begins, unlike in "
+                "the run that it was swapped by: run its forward once for each"
+            )
         call.has_begun = True
-        assert self.span is not None
         return Followed.of(x, self.span.operations, lambda x: started(self, x, call)[0])
 
-    def end_stream(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Replaces the stream among the arguments by the stack's output. A hook before the call of the module at the
-        span's end."""
-        stream = next((t for t in tensors_in((args, kwargs)) if isinstance(t, Stream)), None)
+    def end_stream(self, _: nn.Module, *given: Any) -> Any:
+        """Replaces the stream among the tensors `given` by the stack's output. A hook before the call of the module at
+        the span's end, with its arguments; after the call if that module is the norm after the stack: then its output
+        comes last."""
+        stream = next((t for t in tensors_in(given) if isinstance(t, Stream) and t.under_way.residual is self), None)
         if stream is None:
             return None
         stream.under_way.end()
         y = finished(self, stream, stream.under_way, 0)
-        return exchanged(args, stream, y), exchanged(kwargs, stream, y)
+        if self.span is not None and self.span.is_norm:
+            return exchanged(given[-1], stream, y)
+        return exchanged(given, stream, y)
+
+    def hook_span(self) -> Iterator[Any]:
+        """Registers hooks on the modules where the stream begins and ends; yields their handles."""
+        if self.span is not None:
+            first, last = (self._owner[0].get_submodule(path) for path in (self.span.begin, self.span.end))
+            yield first.register_forward_hook(self.begin_stream)
+            if self.span.is_norm:
+                yield last.register_forward_hook(self.end_stream)
+            else:
+                yield last.register_forward_pre_hook(self.end_stream, with_kwargs=True)
 
     def read(self, i: int, streams: Streams, norm: nn.Module | None) -> Tensor:
         """Returns the tensor that sublayer i reads. `norm`: the module's norm, if the sublayer reads through one."""

@@ -589,6 +589,9 @@ def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> l
             if any(child is norm for child in module.children()):
                 edits.remember(module)
         _put_everywhere(edits.model, norm, identity)
+    if group.loop is not None:  # after the exchange of a last norm, which may end the stream
+        for handle in residual_of(group.loop).hook_span():
+            edits.afterwards(handle.remove)
     if group.end is not None and holder is not None and group.loop is None:  # only then was `calls` set above
         edits.afterwards(group.end.norm.register_forward_pre_hook(calls.before_norm).remove)
     return notes
@@ -656,12 +659,7 @@ def _convert_loop(
         reclass(norm, converted_class(original(type(norm)), StreamNorm))
         end = next(path for path, module in loop.named_modules() if module is norm)
     reclass(loop, converted_class(original(type(loop)), StreamBlock))
-    whole = LoopResidual(loop, residuals, stack, end, group.span)
-    setattr(loop, _free_name(loop), whole)
-    if group.span is not None:
-        first, last = map(loop.get_submodule, (group.span.begin, group.span.end))
-        edits.afterwards(first.register_forward_hook(whole.begin_stream).remove)
-        edits.afterwards(last.register_forward_pre_hook(whole.end_stream, with_kwargs=True).remove)
+    setattr(loop, _free_name(loop), LoopResidual(loop, residuals, stack, end, group.span))
 
 
 def _exchange_parts(block: nn.Module, residual: BlockResidual, own: Any, edits: Edits) -> None:

@@ -494,14 +494,17 @@ class Recomputed(TorchFunctionMode):
         def begin(_: nn.Module, __: Any, out: Any) -> Any:
             return self._followed(owner, out, span.operations)
 
-        def end(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            stream = next(t for t in tensors_in((args, kwargs)) if id(t) in self.streams)
+        def end(_: nn.Module, *given: Any) -> Any:
+            stream = next(t for t in tensors_in(given) if id(t) in self.streams)
             y = self._ended(owner)[1]
-            return exchanged(args, stream, y), exchanged(kwargs, stream, y)
+            return exchanged(given[-1] if span.is_norm else given, stream, y)
 
         first, last = map(owner.get_submodule, (span.begin, span.end))
         yield first.register_forward_hook(begin)
-        yield last.register_forward_pre_hook(end, with_kwargs=True)
+        if span.is_norm:
+            yield last.register_forward_hook(end)
+        else:
+            yield last.register_forward_pre_hook(end, with_kwargs=True)
 
     def _finished(self, stack: Any, state: State) -> Tensor:
         """Returns the stack's output after its last layer."""
