@@ -45,7 +45,6 @@ impl Muon {
         let kind = if self.in_bf16 { Kind::BFloat16 } else { matrices.kind() };
         Ok(newton_schulz(matrices.f_div(norms)?.f_to_kind(kind)?)?.f_to_kind(matrices.kind())?)
     }
-
 }
 
 impl Rule for Muon {
