@@ -528,6 +528,20 @@ def test_a_branchs_factor_is_found_however_it_is_written(times):
     ] * 2
 
 
+class ScaledStream(Block):
+    """Multiplies its stream by a number that is given by keyword, and by a tensor where it only reads it."""
+
+    def forward(self, x):
+        gate = torch.mul(x, other=x.sigmoid()).mean()
+        x = torch.mul(x, other=2.0) + self.f1(self.n1(x)) * gate
+        return torch.multiply(x, other=2.0) + self.f2(self.n2(x))
+
+
+def test_a_streams_factor_may_be_a_keyword():
+    model = swapped(built(Model, kind=ScaledStream), "sandwich")
+    assert [part.alpha for part in structure_of(model.blocks[0]).parts] == [2.0, 2.0]
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()

@@ -39,23 +39,28 @@ def made():
 
 
 class Embeds(Lucidrains):
-    """The same model with the embedding and the head in the forward with the loop. `begin`: what the stream begins
-    with, which is the embedding, a sum of it or the output of a dropout."""
+    """The model of `made`, but its loop's forward also embeds the tokens and computes the logits. `begin`: what the
+    stream begins with: the embedding, a sum with it, or the output of a dropout."""
 
     def __init__(self, begin="embedding"):
         super().__init__()
-        self.positions, self.dropout, self.begin = nn.Parameter(torch.zeros(8, D)), nn.Dropout(0.2), begin
+        self.positions, self.dropout, self.begin = nn.Parameter(torch.randn(8, D)), nn.Dropout(0.2), begin
 
-    def forward(self, tokens=None, embedded=None):
-        x = self.embed(tokens) if embedded is None else embedded
+    def begun(self, x):
+        """Returns the stream's first tensor, from the embeddings."""
         if self.begin == "dropout":
-            x = self.dropout(x + self.positions)
-        elif self.begin == "sum":
-            x = F.dropout(x * 0.5 * 2.0 + self.positions, 0.1, self.training)
+            return self.dropout(x + self.positions)
+        return x if self.begin == "embedding" else F.dropout(x * 3.0 + self.positions, 0.1, self.training)
+
+    def run(self, x):
+        """Returns the stream's last tensor."""
         for attn, ff in self.layers:
             x = attn(x) + x
             x = ff(x) + x
-        return self.head(self.norm(x))
+        return x
+
+    def forward(self, tokens=None, embedded=None):
+        return self.head(self.norm(self.run(self.begun(self.embed(tokens) if embedded is None else embedded))))
 
 
 def alike(begin="embedding"):
@@ -68,24 +73,43 @@ def alike(begin="embedding"):
 
 @pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "ngpt"])
 @pytest.mark.parametrize("begin", ["embedding", "sum", "dropout"])
-@pytest.mark.one_in(test=15, all=2)
-def test_a_loop_that_embeds_computes_as_one_that_does_not(scheme, begin):
-    results = []
-    for model in alike(begin):
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.one_in(test=20, all=3)
+def test_a_loop_that_embeds_computes_as_one_that_does_not(scheme, begin, training):
+    apart, whole = alike(begin)
+    for model in (apart, whole):
         model.double()
         torch.manual_seed(1)  # some schemes draw values of their own
         swap_residuals(model, scheme, init=None, example=TOKENS)
+        model.train(training)
         with torch.no_grad():
-            for p in model.parameters():
-                p.add_(torch.arange(p.numel()).view(p.shape).sin() * 0.05 * (p.shape != (8, D)))
-        model(TOKENS).sin().sum().backward()
-        named = {name.removeprefix("loop."): p for name, p in model.named_parameters() if p.shape != (8, D)}
-        results.append((model(TOKENS), {name: p.grad for name, p in named.items()}))
-    (want, gradients), (found, others) = results
-    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
-    assert gradients.keys() == others.keys()
-    for name, g in gradients.items():
-        torch.testing.assert_close(others[name], g, rtol=1e-9, atol=1e-12)
+            for p in (p for name, p in model.named_parameters() if name != "positions"):
+                p.add_(torch.arange(p.numel()).view(p.shape).sin() * 0.05)
+    outputs, gradients = [], []
+    # outside the loop's forward its modules compute as ever, so that `begun` gives the other model's loop its input
+    for run in (lambda: apart.head(apart.loop(whole.begun(whole.embed(TOKENS)))), lambda: whole(TOKENS)):
+        torch.manual_seed(2)  # the dropout's
+        outputs.append(run())
+        every = {**dict(apart.named_parameters()), **{f"whole.{n}": p for n, p in whole.named_parameters()}}
+        parameters = {name: p for name, p in every.items() if p.requires_grad}
+        parts = torch.autograd.grad(outputs[-1].sin().sum(), [*parameters.values()], allow_unused=True)
+        named = ((name.removeprefix("whole.").removeprefix("loop."), g) for name, g in zip(parameters, parts))
+        gradients.append({name: g for name, g in named if g is not None})
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-12, atol=1e-12)
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, g in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], g, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("scheme", ["deepnorm", "dlcl"])
+def test_a_loop_that_embeds_is_found_on_the_meta_device(scheme):
+    with torch.device("meta"):
+        model, tokens = Embeds("sum"), torch.zeros(2, 8, dtype=torch.long)
+    swap_residuals(model, scheme, init=None, example=tokens)
+    shapes = {key: value.shape for key, value in model.state_dict().items()}
+    model = alike("sum")[1]
+    swap_residuals(model, scheme, init=None, example=TOKENS)
+    assert {key: value.shape for key, value in model.state_dict().items()} == shapes
 
 
 def test_a_loop_that_embeds_is_copied_kept_and_taken_back():
@@ -124,10 +148,10 @@ def test_a_call_without_the_begin_of_the_stream_is_an_error(scheme, match):
 class Ways(Embeds):
     """Has other ways through its modules than the forward that the example runs."""
 
-    def forward(self, tokens, more=None, is_seen=False):
+    def forward(self, tokens, more=None):
         y = super().forward(tokens)
         y = y if more is None else y + super().forward(more)
-        return (y, self.last) if is_seen else y
+        return y
 
     def bag(self, tokens):
         return self.embed(tokens) + torch.ones(2, 8, D)
@@ -153,11 +177,7 @@ class Tied(Embeds):
     """Its logits are products with the embeddings, and of the last tokens alone."""
 
     def forward(self, tokens):
-        x = self.embed(tokens)
-        for attn, ff in self.layers:
-            x = attn(x) + x
-            x = ff(x) + x
-        x = self.norm(x)
+        x = self.norm(self.run(self.embed(tokens)))
         return F.linear(x[:, -1:], self.embed.weight) + x.mean()
 
 
@@ -212,10 +232,7 @@ def test_a_factor_before_the_first_layer_stays():
 
 class UsesTwice(Embeds):
     def forward(self, tokens):
-        x = self.embed(tokens)
-        for attn, ff in self.layers:
-            x = attn(x) + x
-            x = ff(x) + x
+        x = self.run(self.embed(tokens))
         return self.head(self.norm(x)) + x.mean()
 
 

@@ -16,6 +16,7 @@ from ..nn.place import Place
 from .converted import original, residual_of
 from .probe import RecognisedNorm, probe
 from .recognise import read_norm
+from .record import Span
 from .spec import Linear, Part, Rows, at, has
 from .structure import Structure
 
@@ -176,21 +177,7 @@ def torchs_parts(block: Any) -> tuple[Part, ...]:
     return (*parts, feed_forward)
 
 
-class Span(NamedTuple):
-    """Where the stream of a loop begins and ends within a forward.
-
-    Attributes:
-        begin, end: the paths of the module from whose output the stream's first tensor is computed, and of the one that
-            reads its last tensor.
-        is_norm: whether the end is the norm after the stack. The stream then ends with its output.
-        operations: the kinds (`record.kind_of`) of the operations between that output and the stream's first tensor,
-            such as the addition of positions.
-    """
-
-    begin: str
-    operations: tuple[str, ...]
-    end: str
-    is_norm: bool
+LISTS = (nn.ModuleList, nn.Sequential)
 
 
 class Group(NamedTuple):
@@ -212,7 +199,7 @@ class Group(NamedTuple):
     """How often one run of the model calls the holder. Each call begins and ends the stack."""
     loop: nn.Module | None = None
     """The module whose forward runs through all layers, if the blocks are views of it (`loops.py`). Else None."""
-    span: "Span | None" = None
+    span: Span | None = None
     """Where the stream begins and ends, if that is within the forward of `loop`. Else None."""
     shares_stream: str = ""
     """If the stream also passes through blocks of another group: a message that says from which block to which. Else

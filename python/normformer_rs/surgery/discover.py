@@ -11,11 +11,11 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import InputError
 from .blocks import (
+    LISTS,
     STRUCTURES,
     TORCHS,
     End,
     Group,
-    Span,
     declaration_of,
     is_block,
     is_converted,
@@ -39,9 +39,6 @@ from .structure import (
     structure,
     writers,
 )
-
-LISTS = (nn.ModuleList, nn.Sequential)
-
 
 Unknown = dict[str, str]
 """The path of a list whose modules look like blocks → the reason why they are not known ones."""
@@ -147,9 +144,7 @@ def _loops(model: nn.Module, candidates: Any, example: Any) -> list[Group]:
             if not isinstance(owner := model.get_submodule(path), LISTS):
                 refuse_again(owner)
                 owners.setdefault(path, owner)
-    spans: dict[nn.Module, Span] = {}
-    listed = {part for module in model.modules() if isinstance(module, LISTS) for part in module.modules()}
-    run_record, _ = _run(model, [*owners.values()], example, lambda found: spans.update(find_spans(found, listed)))
+    run_record, _ = _run(model, [*owners.values()], example, are_loops=True)
     groups: list[Group] = []
     for path, owner in owners.items():
         if run_record is None or any(_is_below(group.path, path) for group in groups):  # its loop is in an inner module
@@ -160,7 +155,7 @@ def _loops(model: nn.Module, candidates: Any, example: Any) -> list[Group]:
         except Unaccounted:
             continue
         names = [f"{path or type(owner).__name__}[{i}]" for i in range(len(layers))]
-        span = spans.get(owner)
+        span = run_record.spans.get(owner)
         group = Group(path, names, views(owner, layers), owner, len(layers), loop=owner, span=span)
         if end is not None:
             holder_path = f"{path}.{parent_of(end)}".strip(".")
@@ -318,16 +313,14 @@ def _is_below(path: str, other: str) -> bool:
     return path == other or path.startswith(f"{other}.") or other == ""
 
 
-def _run(
-    model: nn.Module, blocks: list[nn.Module], example: Any, prepare: Callable[[Record], Any] | None = None
-) -> tuple[Record | None, str]:
+def _run(model: nn.Module, blocks: list[nn.Module], example: Any, are_loops: bool = False) -> tuple[Record | None, str]:
     """Runs the model and returns (its record, ""), with the roles of its matrices in the record. If there is no record,
-    returns (None, the reason); the reason is empty if no block needs a run. `prepare`: a function that changes the
-    record before the roles are found."""
+    returns (None, the reason); the reason is empty if no block needs a run. `are_loops`: the blocks are modules around
+    lists, and may loop over them within their forward."""
     if all(isinstance(block, tuple(TORCHS)) or is_converted(block) for block in blocks):
         return None, ""
     if any(p.is_meta for p in model.parameters()):
-        return _run_of_twin(model, blocks, example)
+        return _run_of_twin(model, blocks, example, are_loops)
     run = caller(model, example)
     if run is None:
         return None, "no input is known"
@@ -342,8 +335,8 @@ def _run(
                 raise failed_on(model, reason) from reason
             said = str(reason).partition("\n")[0]
             return None, f"it does not take the input that its configuration tells ({type(reason).__name__}: {said})"
-        if prepare is not None:
-            prepare(run_record)
+        if are_loops:
+            find_spans(model, run_record)
         # the roles are found in a further run, with gradients, which needs the norms and the matrices of each branch
         norms = {module for module, kind in run_record.kinds.items() if kind == "norm"}
         # the last matrix of each branch → all matrices of that branch
@@ -352,7 +345,7 @@ def _run(
     return run_record, ""
 
 
-def _run_of_twin(model: nn.Module, blocks: list[nn.Module], example: Any) -> tuple[Record | None, str]:
+def _run_of_twin(model: nn.Module, blocks: list[nn.Module], example: Any, are_loops: bool) -> tuple[Record | None, str]:
     """Returns the record of a run for a model on the meta device, where many models cannot run. A copy of the model
     runs on the CPU instead. Then the original's modules replace those of the copy in the record. To save memory, all
     rows of a matrix of the copy are views of one row."""
@@ -369,7 +362,7 @@ def _run_of_twin(model: nn.Module, blocks: list[nn.Module], example: Any) -> tup
             module._buffers[name] = None if buffer is None else torch.zeros_like(buffer, device="cpu")
     blocks_of_twin = {block: twin.get_submodule(names[block]) for block in blocks}
     with _OneRow():  # linear layers then do not expand a row into a whole matrix in memory
-        run_record, why_no_run = _run(twin, [*blocks_of_twin.values()], example)
+        run_record, why_no_run = _run(twin, [*blocks_of_twin.values()], example, are_loops)
     if run_record is not None:
         # the copy's module → the model's
         originals = {twin.get_submodule(name): module for module, name in names.items()}

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..nn.interpreter import Streams, open_streams
 from .block_residual import BlockResidual, finished, run_on_stream, started
-from .blocks import STRUCTURES, Span
+from .blocks import LISTS, STRUCTURES
 from .converted import names_of, residual_of
-from .record import Call, Record, exchanged, kind_of, tensors_in
+from .record import Call, Record, Span, exchanged, kind_of, tensors_in
 from .residual_stream import RUNS, Followed, Pass, Stream, under_way
 from .roles import Roles
 from .stack_residual import StackResidual
@@ -60,11 +60,11 @@ _BEFORE = frozenset({"+", "*", "dropout", "to", "float", "contiguous"})
 """Kinds of the operations that may come between a module's output and the first tensor of a stream."""
 
 
-def find_spans(run_record: Record, listed: set[nn.Module]) -> dict[nn.Module, Span]:
-    """Finds, for each module in `run_record.blocks` of which no call on a stream is known, where the stream of its loop
-    begins and ends, and adds the operations between to the record as a call. `listed`: the modules in the model's
-    lists; all that the module has of them must run between."""
-    spans: dict[nn.Module, Span] = {}
+def find_spans(model: nn.Module, run_record: Record) -> None:
+    """Looks in a module's own forward for a loop, for each module in `run_record.blocks` that got no stream as an
+    argument. Adds the loop's operations to the record as a call, and where its stream begins and ends as a span. All
+    modules of the model's lists that belong to the module must run in that loop. `model`: the model of the record."""
+    listed = {part for module in model.modules() if isinstance(module, LISTS) for part in module.modules()}
     counts = Counter(node.module for node in run_record.nodes)
     for owner in run_record.blocks - run_record.calls.keys():
         paths = {module: path for path, module in owner.named_modules()}
@@ -83,13 +83,13 @@ def find_spans(run_record: Record, listed: set[nn.Module]) -> dict[nn.Module, Sp
         ]
         for (first, maker, operations), (read, reader, is_norm) in itertools.product(beginnings, ends):
             call = _between(run_record, first, read, is_norm)
-            run_record.calls[owner] = [] if call is None else [call]
-            if call is not None and _is_loop(owner, run_record):
-                spans[owner] = Span(paths[maker], operations, paths[reader], is_norm)
+            if call is None:
+                continue
+            run_record.calls[owner] = [call]
+            if _is_loop(owner, run_record):
+                run_record.spans[owner] = Span(paths[maker], operations, paths[reader], is_norm)
                 break
-        if owner not in spans:
-            run_record.calls.pop(owner, None)
-    return spans
+            del run_record.calls[owner]
 
 
 def _is_loop(owner: nn.Module, run_record: Record) -> bool:
@@ -102,8 +102,9 @@ def _is_loop(owner: nn.Module, run_record: Record) -> bool:
 
 
 def _beginnings(run_record: Record, made: int, until: int) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yields the positions of operations whose output may be a stream's first tensor: the call of a module at `made`,
-    and those that follow one from the other before the position `until`; with the kinds of the latter."""
+    """Yields the position of each operation whose output may be a stream's first tensor, and the kinds of the
+    operations that lead to it: first the call of a module at the position `made`, then the chain of operations that
+    starts with its output. `until`: the position of the first layer."""
     operations: tuple[str, ...] = ()
     yield made, operations
     for i in range(made + 1, until):
@@ -115,9 +116,10 @@ def _beginnings(run_record: Record, made: int, until: int) -> Iterator[tuple[int
 
 
 def _between(run_record: Record, first: int, last: int, is_norm: bool) -> Call | None:
-    """Returns the operations between two positions in the record as a call whose input x is the output of the first and
-    whose output y the second reads, or returns if it is the norm after the stack (`is_norm`). None: x and y have unlike
-    shapes, or the model uses anything but y after the call, or reads the last tensor twice."""
+    """Returns the operations after the position `first` as a call whose input x is the output at `first`. Its output y
+    is the tensor that the operation at `last` reads; if that is the norm after the stack (`is_norm`), the call includes
+    it, and y is its output. None: x and y have unlike shapes, the tensor that is read at `last` has other readers, or
+    the model uses another tensor of the call after it."""
     nodes, reader = run_record.nodes, run_record.nodes[last]
     x, read, shape = nodes[first].outputs[0], reader.inputs[0], reader.shapes[0]
     made = {x} | {output for node in nodes[first + 1 : last] for output in node.outputs}
@@ -142,7 +144,8 @@ def views(owner: nn.Module, structures: Sequence[Structure]) -> list[nn.Module]:
 class LoopResidual(nn.Module):
     """A residual scheme in a module whose forward runs through the layers of a stack. Sublayers are numbered across the
     layers. `owner`: the module; `layers`: the scheme in each layer; `stack`: its parts for the whole stack; `end`: the
-    path of the norm after the last layer, or "" if there is none; `span`: see `Group.span`."""
+    path of the norm after the last layer, or "" if there is none; `span`: where its stream begins and
+    ends, if that is within its forward."""
 
     def __init__(
         self,

@@ -108,6 +108,23 @@ class Call(NamedTuple):
     """The name of another argument that is the tensor x, too: the first one, if there are several."""
 
 
+class Span(NamedTuple):
+    """Where the stream of a loop begins and ends within a forward.
+
+    Attributes:
+        begin, end: the paths of the module from whose output the stream's first tensor is computed, and of the one that
+            reads its last tensor.
+        is_norm: whether the end is the norm after the stack. The stream then ends with its output.
+        operations: the kinds (`kind_of`) of the operations between that output and the stream's first tensor,
+            such as the addition of positions.
+    """
+
+    begin: str
+    operations: tuple[str, ...]
+    end: str
+    is_norm: bool
+
+
 def key(t: Tensor) -> Key:
     """Returns the key of a tensor in its present version."""
     return id(t), t._version
@@ -187,6 +204,8 @@ class Record(TorchFunctionMode):
         """For each tensor, the modules of dropout and stochastic depth that returned it unchanged, as in evaluation
         mode."""
         self.calls: dict[nn.Module, list[Call]] = {}
+        self.spans: dict[nn.Module, Span] = {}
+        """For each module with a loop whose stream begins and ends within its forward (loops.py): where."""
         self.runs: dict[nn.Module, int] = {}
         """For each block, and each module that has a block inside it, how often it was called."""
         self.outputs_of_attention: dict[Key, Tensor] = {}
@@ -262,6 +281,7 @@ class Record(TorchFunctionMode):
         counterpart)."""
         self.nodes = [n if n.module is None else n._replace(module=own[n.module]) for n in self.nodes]
         self.calls = {own[block]: calls for block, calls in self.calls.items()}
+        self.spans = {own[module]: span for module, span in self.spans.items()}
         self.runs = {own[module]: count for module, count in self.runs.items()}
         self.kinds = {own[module]: kind for module, kind in self.kinds.items()}
         self.blocks = {own[block] for block in self.blocks}

@@ -161,7 +161,7 @@ class Stream(Tensor):
                 stream.under_way.became = (f, made) if is_into_branch else None
                 return made
             # the block's own factor on x is left out, since the scheme has another
-            if name in TIMES and args and isinstance(args[0], Stream) and _goes_on(*args):
+            if name in TIMES and args and isinstance(args[0], Stream) and _goes_on(*args, *kwargs.values()):
                 return args[0]
             if name in _REARRANGES and args and isinstance(args[0], Stream):
                 moved = _rearranged(func, args, kwargs)

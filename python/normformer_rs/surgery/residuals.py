@@ -16,6 +16,7 @@ from ..nn.norm_table import NormSpec
 from ..nn.place import Place, configure, count_of_layers, in_short
 from .block_residual import BlockResidual
 from .blocks import (
+    LISTS,
     TORCH_STACKS,
     TORCHS,
     Group,
@@ -27,7 +28,7 @@ from .blocks import (
     structure_of,
 )
 from .converted import NAMES, StreamBlock, converted_class, original, residual_of
-from .discover import LISTS, Stacks, find_stacks, none_found, unwrapped
+from .discover import Stacks, find_stacks, none_found, unwrapped
 from .handover import mark_new, own_forward, rebind_forward, reclass
 from .init import count_weights, initialise, sign_of_training, silence_biases, unreached
 from .loops import LoopResidual

@@ -22,7 +22,7 @@ from ..errors import InputError
 from ..nn import mixing
 from ..nn.interpreter import apply_changes, apply_norm, gain
 from .block_residual import POINTS
-from .blocks import Span, width_into
+from .blocks import width_into
 from .converted import residual_of
 from .examples import caller
 from .proof import Observed, differ, in_words, observe
@@ -30,6 +30,7 @@ from .record import (
     ADDITIONS,
     FOLLOWED,
     TIMES,
+    Span,
     exchanged,
     factor_of,
     has_factor,
@@ -323,7 +324,11 @@ class Recomputed(TorchFunctionMode):
                     if name == "add_" and args[0] is not x:
                         block.became = (args[0], made)
                     return made
-        elif name in TIMES and id(stream) in self.streams and all(isinstance(a, int | float) for a in args[1:]):
+        elif (
+            name in TIMES
+            and id(stream) in self.streams
+            and all(isinstance(a, int | float) for a in (*args[1:], *kwargs.values()))
+        ):
             number = block.numbers[block.written], block.multiplications  # as in `Structure.scales`
             block.multiplications += 1
             if number in block.whole.structure.scales:  # the scheme has gains in place of the block's factor

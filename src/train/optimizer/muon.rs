@@ -107,9 +107,9 @@ pub fn norms(matrices: &Tensor) -> Result<Tensor> {
     Ok(matrices.f_norm_scalaropt_dim(2.0, [1i64, 2].as_slice(), true)?)
 }
 
-/// Returns, for each matrix of `x`, one with the same singular vectors and singular values near 1: the result of five steps
-/// X ← aX + (bA + cA²)X with A = XXᵀ. The singular values of X are at most 1.
-/// For a matrix with more rows than columns, A is XᵀX, the smaller product, and the step is X ← aX + X(bA + cA²).
+/// Returns, for each matrix of `x`, one with the same singular vectors and singular values near 1: the result of five
+/// steps X ← aX + (bA + cA²)X with A = XXᵀ, or X ← aX + X(bA + cA²) with A = XᵀX if X has more rows than columns. The
+/// singular values of X are at most 1.
 fn newton_schulz(mut x: Tensor) -> Result<Tensor> {
     let size = x.size();
     let is_tall = size[1] > size[2];
